@@ -1,0 +1,1 @@
+"""What a user starts: `python -m jobs.NAME`."""

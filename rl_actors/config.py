@@ -1,0 +1,266 @@
+"""The configuration of a run: frozen, typed, each field documented under it, defaults that work.
+
+A recipe (jobs/configs/*.yaml) states only what differs. `rl_actors.config_file` reads one.
+Sizes that must agree with a model folder are checked in `rl_actors.preflight`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    path: str
+    """Folder of a Hugging Face model: config.json, safetensors, tokenizer.json."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the frozen base weights and of the engine's weights. Merging is always done in float32."""
+
+
+class LoraConfig(Section):
+    variant: Literal["lora"] = "lora"
+    """Which adapter of Megatron-Bridge is used."""
+    rank: PositiveInt = 32
+    alpha: PositiveInt = 32
+    """The adapter's output is scaled with alpha / rank."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    """Megatron-Core module names; wildcards such as `*.layers.0.*.linear_qkv` work."""
+    exclude: tuple[str, ...] = ()
+    """Module names or wildcards among the targets to leave unadapted."""
+    a_init: Literal["xavier", "normal", "kaiming"] = "xavier"
+    b_init: Literal["zero"] = "zero"
+    """B starts at zero, so that the adapted model equals the base before training."""
+    share_expert_adapters: bool = False
+    """One adapter for all experts of a rank. It makes the model depend on EP; leave it off."""
+    normalize_moe_lora: bool = False
+    """Divide the rank of expert adapters by the router's top-k."""
+
+
+class OptimizerConfig(Section):
+    lr: NonNegativeFloat = 1e-5
+    min_lr: NonNegativeFloat = 0.0
+    """Where linear and cosine schedules end."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = 0.0
+    adam_beta1: Fraction = 0.9
+    adam_beta2: Fraction = 0.95
+    adam_eps: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = 1.0
+    """Global gradient norm limit; 0 turns clipping off."""
+
+
+class TrainerConfig(Section):
+    tp: PositiveInt = 1
+    """Tensor parallel ranks of attention and dense layers (sequence parallel comes with it)."""
+    pp: PositiveInt = 1
+    """Pipeline stages."""
+    cp: PositiveInt = 1
+    """Context parallel ranks."""
+    ep: PositiveInt = 1
+    """Expert parallel ranks; they are the same ranks as TP and DP, so ep=2 with tp=1 makes two data parallel halves."""
+    replicas: PositiveInt = 1
+    """Rank groups: whole copies of the model, each max(tp x cp, ep) x pp ranks."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recompute: "full" keeps only block inputs; "selective" recomputes attention."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Token budget of one micro-batch, padding included. A longer sequence gets a micro-batch of its own."""
+    threads_per_rank: PositiveInt = 1
+    """Torch threads of each rank when it runs on CPU."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class RolloutConfig(Section):
+    engines: PositiveInt = 1
+    """vLLM engines; each is one whole copy of the model for sampling."""
+    tp: PositiveInt = 1
+    """Tensor parallel workers of each engine."""
+    max_model_len: PositiveInt = 4096
+    """Longest prompt plus answer, in tokens. Prompts that leave no room for the answer are dropped and counted."""
+    max_new_tokens: PositiveInt = 1024
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: int = -1
+    """-1 is off."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer; the tokenizer's end-of-sequence token always does."""
+    max_num_seqs: PositiveInt = 256
+    """Sequences an engine samples at the same time."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.85
+    kv_cache_gib: PositiveFloat | None = None
+    """Fixed size of the KV cache; None lets vLLM take what `gpu_memory_utilization` leaves (on CPU: 0.5 GiB)."""
+    enforce_eager: bool = False
+    """Skip CUDA graphs: starts sooner, samples slower."""
+    threads_per_engine: PositiveInt = 1
+    """Torch threads of each engine when it runs on CPU."""
+
+
+class PlacementConfig(Section):
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """What a bundle is: one GPU, or a share of a CPU. "auto" takes GPUs if the cluster has any."""
+    cpus_per_bundle: PositiveFloat = 1.0
+    """CPU share that one rank or engine worker reserves. Below 1 more of them share a core."""
+    strategy: Literal["PACK", "STRICT_PACK", "SPREAD"] = "PACK"
+    """How Ray places the bundles of one rank group or engine; both PACKs keep a TP group on one node where it fits."""
+    colocate: bool = False
+    """Trainer ranks and engine workers share the same bundles (each takes half of a GPU)."""
+    timeout_s: PositiveFloat = 60.0
+    """How long to wait for the cluster to grant the bundles before saying which are missing."""
+
+
+class AlgorithmConfig(Section):
+    advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"
+    """How rewards of one group become advantages."""
+    clip_low: NonNegativeFloat = 0.2
+    clip_high: NonNegativeFloat = 0.2
+    """PPO ratio bounds 1 - clip_low and 1 + clip_high (DAPO's clip-higher: 0.28)."""
+    tis_cap: NonNegativeFloat = 2.0
+    """Truncated importance sampling: token weight min(trainer / sampler probability, cap); 0 turns it off."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL term to the reference, which is the same model with its adapters off."""
+    loss_reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Mean over all tokens of the batch, or over each sequence first."""
+    updates_per_batch: PositiveInt = 1
+    """Optimizer steps made from one batch of trajectories (PPO mini-batches)."""
+    drop_uniform_groups: bool = True
+    """Leave out groups whose samples all have the same reward: their advantage is zero."""
+
+
+class PipelineConfig(Section):
+    steps: PositiveInt = 100
+    """Training steps (weight versions) of the run."""
+    prompts_per_step: PositiveInt = 32
+    samples_per_prompt: PositiveInt = 8
+    max_staleness: NonNegativeInt = 1
+    """Greatest allowed `trainer version - oldest token version`; 0 is synchronous training."""
+
+
+class DataConfig(Section):
+    train: str
+    """A json, jsonl or parquet file, a folder written by `datasets.save_to_disk`, or a Hugging Face dataset name."""
+    eval: str | None = None
+    """Held-out prompts, same forms; None turns evaluation off."""
+    split: str = "train"
+    """Split of a Hugging Face dataset for training."""
+    eval_split: str = "test"
+    prompt_column: str = "question"
+    answer_column: str = "answer"
+    id_column: str | None = None
+    """Column with a unique id; None numbers the rows."""
+    system_prompt: str | None = None
+    prompt_suffix: str = ""
+    """Text put behind every question, such as a format to answer in."""
+    chat_template: bool = True
+    """Apply the tokenizer's chat template; off feeds the question as it is."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Passed to the chat template, such as `enable_thinking: false`."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longer prompts are dropped and counted."""
+    shuffle: bool = True
+
+
+class RewardConfig(Section):
+    function: str = "gsm8k"
+    """`gsm8k`, `math`, `reasoning_gym`, or your own as `module:function`."""
+    kwargs: dict[str, Any] = {}
+    """Passed to the reward function by name."""
+    workers: PositiveInt = 1
+    """CPU actors that score answers."""
+    timeout_s: PositiveFloat = 60.0
+    """For scoring the answers of one prompt."""
+
+
+class EvalConfig(Section):
+    prompts: PositiveInt = 256
+    """How many held-out prompts, from the first."""
+    samples: PositiveInt = 1
+    """Answers sampled for each."""
+    temperature: NonNegativeFloat = 0.0
+    """0 takes the most likely token."""
+    every_steps: NonNegativeInt = 0
+    """Also evaluate after every so many steps; 0 only before and after the run."""
+
+
+class CheckpointConfig(Section):
+    every_steps: NonNegativeInt = 50
+    """0 saves only at the end."""
+    keep_last: PositiveInt = 3
+    resume: Literal["auto", "never"] = "auto"
+    """"auto" goes on from the newest whole checkpoint in the run folder, if there is one."""
+
+
+class SyncConfig(Section):
+    transport: Literal["auto", "nccl", "gloo"] = "auto"
+    """What moves merged weights; "auto" is NCCL between GPUs and gloo on CPU."""
+    bucket_mib: PositiveInt = 256
+    """Merged weights travel in buffers of this size; it bounds the extra memory of a sync."""
+
+
+class TimeoutConfig(Section):
+    """Seconds until a wait for another actor becomes an error that names it."""
+
+    start_s: PositiveFloat = 600.0
+    rollout_s: PositiveFloat = 1800.0
+    """From sending a prompt to having all of its answers."""
+    step_s: PositiveFloat = 1800.0
+    """One logprob or update stage."""
+    sync_s: PositiveFloat = 300.0
+    checkpoint_s: PositiveFloat = 600.0
+
+
+class TrackingConfig(Section):
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"
+    """"auto" is online if a W&B key is at hand, offline otherwise."""
+    project: str = "rl-actors"
+    name: str | None = None
+    """Name of the run in W&B; None takes the run folder's name."""
+    console: bool = True
+    """Progress bar and messages of the driver."""
+
+
+class RunConfig(Section):
+    """One run. Paths that are not absolute are relative to the working directory of the job."""
+
+    run_dir: str
+    """Where checkpoints, metrics, trace and plots go."""
+    model: ModelConfig
+    data: DataConfig
+    lora: LoraConfig = LoraConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    placement: PlacementConfig = PlacementConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    reward: RewardConfig = RewardConfig()
+    evaluation: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    sync: SyncConfig = SyncConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    seed: NonNegativeInt = 0
+
+    @property
+    def run_path(self) -> Path:
+        return Path(self.run_dir).expanduser().resolve()
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> RunConfig:
+        if self.rollout.max_new_tokens >= self.rollout.max_model_len:
+            raise ValueError(
+                f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) leaves no room for a prompt within "
+                f"rollout.max_model_len ({self.rollout.max_model_len}): lower the first or raise the second"
+            )
+        if self.pipeline.samples_per_prompt < 2:
+            raise ValueError(
+                "pipeline.samples_per_prompt must be at least 2: advantages compare the samples of one prompt"
+            )
+        return self

@@ -1,0 +1,107 @@
+"""Read a recipe: YAML plus `section.key=value` overrides, with the nearest right name for a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from rl_actors.config import RunConfig
+from rl_actors.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """Read `path`, apply `overrides` such as "trainer.ep=2" (values are YAML), and validate.
+
+    Raises:
+        ConfigError: one sentence for each fault: what, where, and what to write instead.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"configuration {path} is not a file: give a recipe such as jobs/configs/quickstart.yaml")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"configuration {path} holds a {type(tree).__name__}: write `section:` with `key: value` under it")
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_config(tree, str(path))
+
+
+def parse_config(tree: dict[str, Any], source: str) -> RunConfig:
+    """Validate a plain dictionary; `source` names it in error messages."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(fault, source) for fault in error.errors())) from error
+
+
+def dump_config(config: RunConfig) -> str:
+    """The whole configuration as YAML, defaults included, to be kept beside a run."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value, such as trainer.ep=2")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
+    for depth, key in enumerate(keys[:-1], start=1):
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: {'.'.join(keys[:depth])} is a value, not a section")
+    # YAML reads 1e-4 as a string (it wants 1.0e-4); a number is meant.
+    tree[keys[-1]] = _number_or(value) if isinstance(value, str) else value
+
+
+def _number_or(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _explain(fault: Any, source: str) -> str:
+    location = [str(part) for part in fault["loc"]]
+    where = ".".join(location) or "the configuration"
+    if fault["type"] == "extra_forbidden":
+        near = _nearest_key(location)
+        return f"unknown key {where!r} in {source}" + (f": did you mean {near!r}?" if near else "")
+    if fault["type"] == "missing":
+        return f"{source} needs a value for {where!r}"
+    message = fault["msg"].removeprefix("Value error, ")
+    if not location:
+        return f"{source}: {message}"
+    return f"{source}: {where} = {fault['input']!r} cannot be used: {message[0].lower()}{message[1:]}"
+
+
+def _nearest_key(location: list[str]) -> str | None:
+    """The known dotted key most like a wrong one: a sibling first, then any key of any section."""
+    section: type[BaseModel] | None = RunConfig
+    for part in location[:-1]:
+        annotation = section.model_fields[part].annotation if section and part in section.model_fields else None
+        section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    if section and (near := difflib.get_close_matches(location[-1], section.model_fields, n=1)):
+        return ".".join([*location[:-1], near[0]])
+    every = _dotted_keys(RunConfig)
+    by_leaf = [key for key in every if key.rpartition(".")[2] == location[-1]]
+    near = by_leaf or difflib.get_close_matches(".".join(location), every, n=1)
+    return near[0] if near else None
+
+
+def _dotted_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, info in section.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            keys += _dotted_keys(info.annotation, f"{prefix}{name}.")
+    return keys
