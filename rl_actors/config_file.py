@@ -27,7 +27,9 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration {path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"configuration {path} holds a {type(tree).__name__}: write `section:` with `key: value` under it")
+        raise ConfigError(
+            f"configuration {path} holds a {type(tree).__name__}: write `section:` with `key: value` under it"
+        )
     for override in overrides:
         _apply_override(tree, override)
     return parse_config(tree, str(path))

