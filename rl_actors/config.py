@@ -20,6 +20,8 @@ from pydantic import (
     model_validator,
 )
 
+from rl_actors.paths import output_path
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -237,7 +239,7 @@ class TrackingConfig(Section):
 
 
 class RunConfig(Section):
-    """One run. Paths that are not absolute are relative to the working directory of the job."""
+    """One run. `rl_actors.paths` says where relative paths lie."""
 
     run_dir: str
     """Where checkpoints, metrics, trace and plots go."""
@@ -259,7 +261,7 @@ class RunConfig(Section):
 
     @property
     def run_path(self) -> Path:
-        return Path(self.run_dir).expanduser().resolve()
+        return output_path(self.run_dir)
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> RunConfig:

@@ -1,0 +1,1 @@
+"""The driver actor: it pipelines rollout, reward, logprob, update and sync, and bounds staleness."""

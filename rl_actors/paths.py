@@ -1,0 +1,37 @@
+"""Where relative paths of a configuration lie, also inside a Ray job.
+
+`ray job submit --working-dir .` copies the folder to the cluster and runs the job in that copy, which Ray
+deletes later. Inputs are looked for there first; outputs must never land there. Relative paths are therefore
+anchored to `RL_ACTORS_HOME` if it is set, else to the current folder, else (in Ray's copy) to ~/rl_actors.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def home() -> Path:
+    """The folder that relative output paths are relative to."""
+    if anchor := os.environ.get("RL_ACTORS_HOME"):
+        return Path(anchor).expanduser().resolve()
+    current = Path.cwd()
+    if "runtime_resources" in current.parts:
+        return Path.home() / "rl_actors"
+    return current
+
+
+def output_path(path: str) -> Path:
+    """The absolute place of something a run writes."""
+    return (home() / Path(path).expanduser()).resolve()
+
+
+def input_path(path: str) -> Path:
+    """The absolute place of something a run reads: as given from here if it is there, else from `home()`."""
+    given = Path(path).expanduser()
+    return given.resolve() if given.exists() else (home() / given).resolve()
+
+
+def cache_path() -> Path:
+    """Where things that can be made again are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "rl_actors"
