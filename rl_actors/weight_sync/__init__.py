@@ -1,0 +1,1 @@
+"""Merged LoRA weights, moved from the trainer's shards straight into the engines' shards."""
