@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils._device
 
 _installed = False
 
@@ -131,6 +132,8 @@ def _cuda_literals_on_cpu() -> None:
 
         return call
 
+    # `with torch.device(...)` knows the factories by identity and lists them on first use: let it list the originals.
+    torch.utils._device._device_constructors()
     for name in ("zeros", "ones", "empty", "full", "tensor", "arange"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
