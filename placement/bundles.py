@@ -114,7 +114,8 @@ def grant(plan: PlacementPlan, timeout_s: float, run_name: str = "") -> Placemen
 
     Args:
         timeout_s: bound on the whole call, in seconds.
-        run_name: prefix of the placement groups' names in Ray's dashboard.
+        run_name: prefix of the placement groups' names in Ray's dashboard; empty leaves them unnamed. Names are
+            unique within a job.
 
     Raises:
         PlacementError: the cluster is too small (at once), or the bundles were not granted in time; the message names
@@ -125,9 +126,7 @@ def grant(plan: PlacementPlan, timeout_s: float, run_name: str = "") -> Placemen
     groups: dict[str, PlacementGroup] = {}
     try:
         for group in plan.groups:
-            bundles = [bundle.resources for bundle in group.bundles]
-            name = f"{run_name}/{group.name}" if run_name else group.name
-            groups[group.name] = placement_group(bundles, strategy=plan.strategy, name=name)
+            groups[group.name] = _create(plan, group, run_name)
         missing = [group for group in plan.groups if not groups[group.name].wait(max(0.0, deadline - time.monotonic()))]
         if missing:
             raise PlacementError(_explain_missing(plan, missing, timeout_s))
@@ -205,6 +204,17 @@ def _find_spots(plan: PlacementPlan, group: Group, granted: PlacementGroup, dead
             "placement.timeout_s: raise it, or look at the nodes' load"
         ) from error
     return [BundleSpot(index, report.node_id, report.gpu_ids) for index, report in enumerate(reports)]
+
+
+def _create(plan: PlacementPlan, group: Group, run_name: str) -> PlacementGroup:
+    name = f"{run_name}/{group.name}" if run_name else ""
+    try:
+        return placement_group([bundle.resources for bundle in group.bundles], strategy=plan.strategy, name=name)
+    except ray.exceptions.RaySystemError as error:
+        raise PlacementError(
+            f"Ray refused placement group {name or group.name!r}: {' '.join(str(error).split())}. If the name exists, "
+            "another run of this job holds it: release that one, or give this run another run_dir"
+        ) from error
 
 
 def _explain_missing(plan: PlacementPlan, missing: list[Group], timeout_s: float) -> str:

@@ -126,6 +126,19 @@ def test_a_busy_cluster_is_named_bundle_by_bundle_and_nothing_stays_reserved(clu
     _until_free({"CPU": 16, "GPU": 8})
 
 
+def test_a_second_run_of_the_same_name_is_refused_without_touching_the_first(cluster):
+    plan = make_plan(MegatronLayout(), EngineLayout(1, 1), "cpu")
+    first = grant(plan, timeout_s=30, run_name="twice")
+    try:
+        with pytest.raises(PlacementError, match=r"'twice/trainer-0'.*already exists"):
+            grant(plan, timeout_s=30, run_name="twice")
+        _until_free({"CPU": 14, "GPU": 8})
+    finally:
+        first.release()
+    grant(plan, timeout_s=30, run_name="twice").release()
+    _until_free({"CPU": 16, "GPU": 8})
+
+
 def test_where_am_i_is_not_for_drivers(cluster):
     with pytest.raises(RuntimeError, match="driver"):
         where_am_i()
