@@ -1,0 +1,292 @@
+"""Who sends which rectangle to whom, made once from what both sides hold. Pure.
+
+Every trainer rank lists the pieces its shards hold, every engine worker those of its parameters. A transfer is the
+intersection of two boxes; it goes from shard to shard, and no rank ever gathers a tensor. Replicas (data-parallel
+ranks, norms held by all) share the sending: each parameter has one owner, chosen so that all send alike much.
+
+Transfers are packed into messages, and a sender's messages into rounds of about one bucket. Invariants, checked here:
+no element of a receiver is written twice, every element of a tensor that the trainer adapts is written once, and the
+order (round, sender) is the same for all, so a sender may wait for round k-2 before it starts round k: no deadlock.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rl_actors.errors import SyncError
+from rl_actors.weight_sync.shards import Piece, Slices, intersect, locate, volume
+
+ALIGNMENT = 16
+"""Messages start and end at multiples of this many bytes, so that they can be read as integers for checksums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rectangle of a local parameter, one entry of a message."""
+
+    param: str
+    local: Slices
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.local)
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """The same bytes for one or more receivers (numbers from 0), from the parameters of one round."""
+
+    receivers: tuple[int, ...]
+    tags: tuple[int, ...]
+    parts: tuple[Part, ...]
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Parameters to merge, in order, and the messages made of them."""
+
+    params: tuple[str, ...]
+    messages: tuple[Outgoing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A message to expect; `parts` say where its elements go, in order."""
+
+    sender: int
+    tag: int
+    parts: tuple[Part, ...]
+    numel: int
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """The whole of a sync. `sends` has one entry for each trainer rank, `receives` one for each engine worker."""
+
+    sends: tuple[tuple[Round, ...], ...]
+    receives: tuple[tuple[Incoming, ...], ...]
+    tensors: int
+
+    @property
+    def elements(self) -> int:
+        """Elements that arrive, over all receivers."""
+        return sum(message.numel for messages in self.receives for message in messages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    sender: int
+    receiver: int
+    source: Part
+    target: Part
+    numel: int
+
+
+def make_plan(
+    trainer: Sequence[Sequence[Piece]],
+    workers: Sequence[Sequence[Piece]],
+    engines: Sequence[int],
+    bucket_numel: int,
+) -> SyncPlan:
+    """Plan the transfers of every tensor that the trainer lists.
+
+    Args:
+        trainer: pieces of each rank. Tensors that are not listed here are not planned.
+        workers: pieces of each engine worker.
+        engines: the engine that each worker belongs to.
+        bucket_numel: elements of one round; a parameter that is larger gets a round of its own.
+
+    Raises:
+        SyncError: a tensor is missing, covered twice or not wholly, on either side.
+    """
+    owned = _owned(trainer)
+    names = {piece.box.name for _, pieces in owned for piece in pieces}
+    _check_engines(owned, workers, engines)
+    sources = _by_name(owned)
+    transfers: list[_Transfer] = []
+    for receiver, pieces in enumerate(workers):
+        for piece in pieces:
+            if piece.box.name in names:
+                transfers += _cover(piece, receiver, sources[piece.box.name])
+    return _pack(transfers, len(trainer), len(workers), bucket_numel, owned, len(names))
+
+
+def _owned(trainer: Sequence[Sequence[Piece]]) -> list[tuple[int, list[Piece]]]:
+    """Each distinct parameter once, with the rank that sends it: the one among its holders with least so far."""
+    holders: dict[tuple, list[tuple[int, list[Piece]]]] = defaultdict(list)
+    for rank, pieces in enumerate(trainer):
+        by_param: dict[str, list[Piece]] = defaultdict(list)
+        for piece in pieces:
+            by_param[piece.param].append(piece)
+        for own in by_param.values():
+            holders[tuple(sorted((piece.box.name, piece.box.slices) for piece in own))].append((rank, own))
+    load = [0] * len(trainer)
+    owned = []
+    for copies in holders.values():
+        rank, pieces = min(copies, key=lambda copy: (load[copy[0]], copy[0]))
+        load[rank] += sum(volume(piece.local) for piece in pieces)
+        owned.append((rank, pieces))
+    return owned
+
+
+def _by_name(owned: list[tuple[int, list[Piece]]]) -> dict[str, list[tuple[int, Piece]]]:
+    sources: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+    for rank, pieces in owned:
+        for piece in pieces:
+            for other_rank, other in sources[piece.box.name]:
+                if intersect(piece.box.slices, other.box.slices):
+                    raise SyncError(
+                        f"{piece.box.name}: trainer ranks {other_rank} and {rank} hold overlapping parts of it, "
+                        f"{other.box.slices} and {piece.box.slices}"
+                    )
+            sources[piece.box.name].append((rank, piece))
+    return sources
+
+
+def _check_engines(
+    owned: list[tuple[int, list[Piece]]], workers: Sequence[Sequence[Piece]], engines: Sequence[int]
+) -> None:
+    """Every engine holds, over its workers, at least the elements that the trainer has."""
+    wanted: dict[str, int] = defaultdict(int)
+    for _, pieces in owned:
+        for piece in pieces:
+            wanted[piece.box.name] += volume(piece.box.slices)
+    for engine in sorted(set(engines)):
+        held: dict[str, int] = defaultdict(int)
+        mine = [pieces for pieces, owner in zip(workers, engines, strict=True) if owner == engine]
+        for box in {piece.box for pieces in mine for piece in pieces}:
+            held[box.name] += volume(box.slices)
+        for name, elements in wanted.items():
+            if held[name] != elements:
+                raise SyncError(
+                    f"{name}: the trainer has {elements} elements of it and engine {engine} {held[name]}; "
+                    "they are not shards of the same model"
+                )
+
+
+def _cover(piece: Piece, receiver: int, sources: Iterable[tuple[int, Piece]]) -> list[_Transfer]:
+    """The transfers that fill a receiver's piece. Sources are disjoint, so equal volumes mean covered exactly once."""
+    transfers = []
+    for sender, source in sources:
+        common = intersect(piece.box.slices, source.box.slices)
+        if common:
+            transfers.append(
+                _Transfer(
+                    sender,
+                    receiver,
+                    Part(source.param, locate(source, common)),
+                    Part(piece.param, locate(piece, common)),
+                    volume(common),
+                )
+            )
+    covered = sum(transfer.numel for transfer in transfers)
+    if covered != volume(piece.box.slices):
+        raise SyncError(
+            f"{piece.box.name}: worker {receiver} needs {piece.box.slices} of it and trainer ranks hold only "
+            f"{covered} of these {volume(piece.box.slices)} elements"
+        )
+    return transfers
+
+
+def _pack(
+    transfers: list[_Transfer],
+    senders: int,
+    receivers: int,
+    bucket_numel: int,
+    owned: list[tuple[int, list[Piece]]],
+    tensors: int,
+) -> SyncPlan:
+    by_source: dict[tuple[int, str], list[_Transfer]] = defaultdict(list)
+    for transfer in transfers:
+        by_source[transfer.sender, transfer.source.param].append(transfer)
+    sends: list[list[Round]] = [[] for _ in range(senders)]
+    incoming: list[list[tuple[int, Incoming]]] = [[] for _ in range(receivers)]
+    for sender in range(senders):
+        sizes = {
+            pieces[0].param: sum(volume(piece.local) for piece in pieces) for rank, pieces in owned if rank == sender
+        }
+        tags = [0] * receivers
+        for index, params in enumerate(_rounds(sizes, bucket_numel)):
+            inside = [transfer for param in params for transfer in by_source[sender, param]]
+            messages, arrivals = _messages(inside, sender, tags)
+            sends[sender].append(Round(params, messages))
+            for receiver, arrival in arrivals:
+                incoming[receiver].append((index, arrival))
+    receives = tuple(
+        tuple(arrival for _, arrival in sorted(entries, key=lambda entry: (entry[0], entry[1].sender, entry[1].tag)))
+        for entries in incoming
+    )
+    return SyncPlan(tuple(tuple(rounds) for rounds in sends), receives, tensors)
+
+
+def _rounds(sizes: dict[str, int], bucket_numel: int) -> list[tuple[str, ...]]:
+    """Consecutive parameters, about one bucket of them at a time."""
+    rounds: list[tuple[str, ...]] = []
+    current: list[str] = []
+    filled = 0
+    for param, numel in sizes.items():
+        if current and filled + numel > bucket_numel:
+            rounds.append(tuple(current))
+            current, filled = [], 0
+        current.append(param)
+        filled += numel
+    if current:
+        rounds.append(tuple(current))
+    return rounds
+
+
+def _messages(
+    transfers: list[_Transfer], sender: int, tags: list[int]
+) -> tuple[tuple[Outgoing, ...], list[tuple[int, Incoming]]]:
+    """One message for each receiver; receivers that want the same rectangles share its bytes."""
+    by_receiver: dict[int, list[_Transfer]] = defaultdict(list)
+    for transfer in transfers:
+        by_receiver[transfer.receiver].append(transfer)
+    alike: dict[tuple[Part, ...], list[tuple[int, int]]] = defaultdict(list)
+    arrivals = []
+    for receiver in sorted(by_receiver):
+        sources, targets = _coalesce(by_receiver[receiver])
+        numel = sum(volume(part.local) for part in sources)
+        alike[sources].append((receiver, tags[receiver]))
+        arrivals.append((receiver, Incoming(sender, tags[receiver], targets, numel)))
+        tags[receiver] += 1
+    messages = tuple(
+        Outgoing(
+            receivers=tuple(receiver for receiver, _ in addressed),
+            tags=tuple(tag for _, tag in addressed),
+            parts=parts,
+            numel=sum(volume(part.local) for part in parts),
+        )
+        for parts, addressed in alike.items()
+    )
+    return messages, arrivals
+
+
+def _coalesce(transfers: list[_Transfer]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """Join rectangles that follow each other on both sides (an expert's gate and up): fewer, larger copies."""
+    sources: list[Part] = []
+    targets: list[Part] = []
+    for transfer in transfers:
+        if sources:
+            source = _extended(sources[-1], transfer.source)
+            target = _extended(targets[-1], transfer.target)
+            if source and target:
+                sources[-1], targets[-1] = source, target
+                continue
+        sources.append(transfer.source)
+        targets.append(transfer.target)
+    return tuple(sources), tuple(targets)
+
+
+def _extended(part: Part, following: Part) -> Part | None:
+    """`part` with the rows of `following` below it, if they are its continuation."""
+    if part.param != following.param or len(part.local) < 2:
+        return None
+    rows, next_rows = part.local[-2], following.local[-2]
+    rest = (part.local[:-2], part.local[-1])
+    if rest != (following.local[:-2], following.local[-1]) or rows[1] != next_rows[0]:
+        return None
+    return Part(part.param, (*part.local[:-2], (rows[0], next_rows[1]), part.local[-1]))
