@@ -262,7 +262,7 @@ def _norm() -> None:
 
 
 def _moe_splits() -> None:
-    """transformer/moe: `maybe_move_tensor_to_cpu` leaves CPU tensors as they are, all-to-all wants split sizes as numpy.
+    """transformer/moe: `maybe_move_tensor_to_cpu` skips CPU tensors, but all-to-all wants split sizes as numpy.
 
     Can go when it honours `as_numpy` for CPU tensors.
     """

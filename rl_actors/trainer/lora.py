@@ -78,6 +78,7 @@ class AdapterShard:
         base_name: its parameter name in this rank's model chunk, as Bridge's conversion tasks name it.
         a, b: the adapter's shards as trained (views of the parameters, which may hold several experts).
         a_parameter, b_parameter: the parameters behind them.
+        index: where a and b lie in parameters that hold several experts; None if they are the parameters.
         a_slice, b_slice: where they lie in the full A [rank, in] and B [out, rank].
         base_slice: where `base` lies in the full weight [out, in].
         scale: alpha / rank.
@@ -99,10 +100,15 @@ class AdapterShard:
     base_slice: Slice
     scale: float
     group: Any = field(repr=False)
+    index: int | None = None
+
+    def of_parameter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This adapter's part of something shaped like `a_parameter` or `b_parameter`."""
+        return tensor if self.index is None else tensor[self.index]
 
     def full(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(A, B) whole, in the parameters' type. Collective over `group`."""
-        return _gather(self.a, self.a_slice, self.group), _gather(self.b, self.b_slice, self.group)
+        return gather(self.a, self.a_slice, self.group), gather(self.b, self.b_slice, self.group)
 
     def local_factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(A, B) such that `base + scale * B @ A` is this rank's merged shard. Collective over `group`.
@@ -110,30 +116,60 @@ class AdapterShard:
         Of a weight split over its output A is gathered; of one split over its input B is.
         """
         if self.base_slice.axis == 0:
-            return _gather(self.a, self.a_slice, self.group), self.b
-        return self.a, _gather(self.b, self.b_slice, self.group)
+            return gather(self.a, self.a_slice, self.group), self.b
+        return self.a, gather(self.b, self.b_slice, self.group)
 
 
-def _gather(shard: torch.Tensor, where: Slice, group: Any) -> torch.Tensor:
+def gather(shard: torch.Tensor, where: Slice, group: Any) -> torch.Tensor:
+    """The full tensor from every rank's shard of it. Collective over `group`."""
     if where.size == 1:
         return shard.detach()
     local = shard.detach().contiguous()
     parts = [torch.empty_like(local) for _ in range(where.size)]
-    dist.all_gather(parts, local, group=group)
+    dist.allgather(parts, local, group=group)
     return where.join(parts)
 
 
 @dataclass
 class TargetedLoRA(LoRA):
-    """Bridge's LoRA with exclusions among the targets, which Bridge takes only without targets."""
+    """Bridge's LoRA with two differences in which modules it takes.
+
+    Exclusions among the targets, which Bridge takes only without targets; and layer and expert numbers in wildcards
+    are the whole model's, where Bridge's are those of the pipeline stage and rank.
+    """
 
     excluded: tuple[str, ...] = ()
+    first_layer: int = 0
+    first_expert: int = 0
 
     def match(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:
-        full_name = f"{prefix}.{name}" if prefix else name
-        if any(name == pattern or wildcard_match(pattern, full_name) for pattern in self.excluded):
+        local_name = f"{prefix}.{name}" if prefix else name or ""
+        global_name = _global_name(local_name, self.first_layer, self.first_expert)
+        if any(name == pattern or wildcard_match(pattern, global_name) for pattern in self.excluded):
             return None
-        return super().match(m, name, prefix)
+        found = super().match(m, name, global_name.rpartition(".")[0])
+        return None if found is None else (found[0], local_name)
+
+    def apply(self, chunk: nn.Module) -> nn.Module:
+        """Freeze a model chunk and put the adapters in. Chunks have no wrappers yet."""
+        self.first_layer, self.first_expert = _first_numbers(chunk)
+        return self([chunk], training=True)[0]
+
+
+def _first_numbers(chunk: nn.Module) -> tuple[int, int]:
+    """Global numbers of this rank's first layer and first expert."""
+    layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    experts = (layers[0].config.num_moe_experts or 0) // ranks if layers else 0
+    return layers[0].layer_number - 1 if layers else 0, parallel_state.get_expert_model_parallel_rank() * experts
+
+
+def _global_name(local_name: str, first_layer: int, first_expert: int) -> str:
+    def renumber(match: re.Match[str], first: int) -> str:
+        return f"{match[1]}{int(match[2]) + first}"
+
+    name = re.sub(r"(\blayers\.)(\d+)", lambda match: renumber(match, first_layer), local_name)
+    return re.sub(r"(\blocal_experts\.)(\d+)", lambda match: renumber(match, first_expert), name)
 
 
 def make_lora(config: LoraConfig) -> TargetedLoRA:
@@ -155,14 +191,18 @@ def check_targets(config: LoraConfig, chunks: list[nn.Module]) -> None:
     """Every target and exclusion must match a module of some pipeline stage.
 
     Raises:
-        ConfigError: naming what matches nothing and what is near. Collective over the pipeline group.
+        ConfigError: naming what matches nothing and what is near. Collective.
     """
-    modules = {name for chunk in chunks for name, module in chunk.named_modules() if _is_linear(module)}
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() > 1:
-        everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, modules, group=group)
-        modules = set().union(*everyone)
+    modules: set[str] = set()
+    for chunk in chunks:
+        first = _first_numbers(chunk)
+        modules |= {_global_name(name, *first) for name, module in chunk.named_modules() if _is_linear(module)}
+    # Layers are spread over pipeline stages and experts over expert-parallel ranks.
+    for group in (parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_expert_model_parallel_group()):
+        if group.size() > 1:
+            everyone: list[Any] = [None] * group.size()
+            dist.all_gather_object(everyone, modules, group=group)
+            modules = set().union(*everyone)
     leaves = sorted({name.rpartition(".")[2] for name in modules})
     for field_name, patterns in (("targets", config.targets), ("exclude", config.exclude)):
         for pattern in patterns:
@@ -203,7 +243,7 @@ def _shards(path: str, name: str, layer: int, wrapper: AdapterWrapper) -> Iterat
     adapter = wrapper.adapter
     a, b = adapter.linear_in.weight, adapter.linear_out.weight
     if ".experts." not in name or ".shared_experts." in name:
-        yield _shard(path, name, layer, None, wrapper, wrapper.to_wrap.weight, f"{path}.to_wrap.weight", a, b)
+        yield _shard(name, layer, None, wrapper, wrapper.to_wrap.weight, f"{path}.to_wrap.weight", a, b)
         return
     local_experts = _local_experts(wrapper)
     first = parallel_state.get_expert_model_parallel_rank() * local_experts
@@ -211,17 +251,17 @@ def _shards(path: str, name: str, layer: int, wrapper: AdapterWrapper) -> Iterat
     if sequential:
         expert = first + int(sequential[1])
         name = name.replace(sequential[0], f".{expert}.")
-        yield _shard(path, name, layer, expert, wrapper, wrapper.to_wrap.weight, f"{path}.to_wrap.weight", a, b)
+        yield _shard(name, layer, expert, wrapper, wrapper.to_wrap.weight, f"{path}.to_wrap.weight", a, b)
         return
     for index in range(local_experts):
         expert_name = name.replace(".experts.", f".experts.{first + index}.")
         weight_name = f"weight{index}"
         base = getattr(wrapper.to_wrap, weight_name)
         # A shared adapter (share_expert_adapters) is one matrix for all local experts.
-        own_a, own_b = (a[index], b[index]) if a.dim() == 3 else (a, b)
-        yield _shard(
-            path, expert_name, layer, first + index, wrapper, base, f"{path}.to_wrap.{weight_name}", own_a, own_b
-        )
+        base_path = f"{path}.to_wrap.{weight_name}"
+        place = index if a.dim() == 3 else None
+        own_a, own_b = (a, b) if place is None else (a[place], b[place])
+        yield _shard(expert_name, layer, first + index, wrapper, base, base_path, own_a, own_b, place)
 
 
 def _local_experts(wrapper: AdapterWrapper) -> int:
@@ -229,7 +269,6 @@ def _local_experts(wrapper: AdapterWrapper) -> int:
 
 
 def _shard(
-    path: str,
     name: str,
     layer: int,
     expert: int | None,
@@ -238,6 +277,7 @@ def _shard(
     base_name: str,
     a: torch.Tensor,
     b: torch.Tensor,
+    index: int | None = None,
 ) -> AdapterShard:
     linear = name.rpartition(".")[2]
     adapter = wrapper.adapter
@@ -266,6 +306,7 @@ def _shard(
         base_slice=Slice(1 if by_input else 0, rank, size, gated=gated),
         scale=adapter.alpha / adapter.dim,
         group=group,
+        index=index,
     )
 
 
@@ -281,7 +322,7 @@ def initialize(adapters: list[AdapterShard], config: LoraConfig, seed: int) -> N
             nn.init.normal_(full, std=0.2, generator=generator)  # Bridge's "normal"
 
     for adapter in adapters:
-        _write(adapter.a, adapter.a_slice, _seeded(adapter, "A", seed, fill))
+        write(adapter.a, adapter.a_slice, _seeded(adapter, "A", seed, fill))
         adapter.b.detach().zero_()
 
 
@@ -319,7 +360,8 @@ def _seeded(
     return full
 
 
-def _write(shard: torch.Tensor, where: Slice, full: torch.Tensor) -> None:
+def write(shard: torch.Tensor, where: Slice, full: torch.Tensor) -> None:
+    """Put this rank's part of a full tensor into a shard."""
     shard.detach().copy_(where.of(full))
 
 

@@ -60,7 +60,9 @@ def prepare_process(device: Device, threads: int = 1) -> None:
         cpu.install()
 
 
-def init_distributed(rank: int, layout: MegatronLayout, address: str, port: int, device: Device, timeout_s: float) -> None:
+def init_distributed(
+    rank: int, layout: MegatronLayout, address: str, port: int, device: Device, timeout_s: float
+) -> None:
     """Join torch's process group (gloo on CPU, NCCL on GPU) and make Megatron's groups.
 
     A rank that waits longer than `timeout_s` for another one in a collective fails instead of hanging.
@@ -121,10 +123,10 @@ def build_model(
 
     def adapt(chunks: list[nn.Module]) -> list[nn.Module]:
         adapters.check_targets(lora, chunks)
-        adapted = peft(chunks, training=True)
+        adapted = [peft.apply(chunk) for chunk in chunks]
         for chunk in adapted:
-            _require_grad_of_first_input(chunk, trainer.recompute)
-        return list(adapted)
+            _require_grad_of_first_input(chunk, trainer.recompute, layout)
+        return adapted
 
     provider.register_pre_wrap_hook(adapt)
     chunks = provider.provide_distributed_model(ddp_config=_ddp_config(layout), wrap_with_ddp=True)
@@ -140,7 +142,8 @@ def _check_support(layout: MegatronLayout, lora: LoraConfig, device: Device) -> 
         )
     if device == "cpu" and layout.cp > 1:
         raise ConfigError(
-            f"trainer.cp = {layout.cp} needs GPUs: Megatron's attention for CPU has no context parallelism; use trainer.cp = 1"
+            f"trainer.cp = {layout.cp} needs GPUs: Megatron's attention for CPU has no context parallelism; "
+            "use trainer.cp = 1"
         )
 
 
@@ -218,14 +221,15 @@ def use_distributed_optimizer(layout: MegatronLayout) -> bool:
     return layout.dp > 1
 
 
-def _require_grad_of_first_input(chunk: Any, recompute: str) -> None:
-    """Full recompute wraps layers in a checkpoint whose backward runs only if its input requires grad.
+def _require_grad_of_first_input(chunk: Any, recompute: str, layout: MegatronLayout) -> None:
+    """Make the frozen embedding's output require grad where autograd would not reach the adapters otherwise.
 
-    With a frozen embedding (first stage) it would not, and the adapters inside would get zero gradients. Bridge 0.6.2
-    has a patch for this, which it skips when a new model reuses the address of an old one, and which only warns when it
-    fails; so the embedding's output requires grad here. Later stages receive activations that require grad.
+    Full recompute wraps layers in a checkpoint whose backward runs only if its input requires grad; without it the
+    adapters of the first stage get zero gradients. Bridge 0.6.2 has a patch for this, which it skips when a new model
+    reuses the address of an old one, and which only warns when it fails. With a pipeline, a first stage without
+    adapters would send an output that has no backward. Later stages receive activations that require grad.
     """
-    if recompute != "full" or not getattr(chunk, "pre_process", False):
+    if not getattr(chunk, "pre_process", False) or (recompute != "full" and layout.pp == 1):
         return
 
     def require_grad(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,150 @@
+"""The driver's side of the Megatron pool: one actor per rank, each on its own bundle, all called together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from placement.bundles import Placement
+from placement.layout import MegatronLayout
+from rl_actors.config import RunConfig
+from rl_actors.pool import ActorPool, ActorSpec
+from rl_actors.trainer.model import Device
+from rl_actors.trainer.worker import MegatronWorker
+from rl_actors.types import TrainBatch
+
+
+class TrainerPool:
+    """All trainer ranks.
+
+    Every call ends within its timeout of `config.timeouts`, or with an error that names the late or dead actor.
+
+    Args:
+        config: of the run.
+        placement: a granted plan with a seat for every rank; None lets Ray place the ranks.
+        device: "cpu" or "gpu", already decided.
+        run_name: prefix of actor names.
+
+    Attributes:
+        actors: the `ActorPool`, in rank order.
+        version: optimizer steps taken, which is the weight version of the trainer.
+    """
+
+    def __init__(
+        self, config: RunConfig, placement: Placement | None = None, device: Device = "cpu", run_name: str = "run"
+    ) -> None:
+        self.config = config
+        self.layout = MegatronLayout.from_config(config.trainer)
+        self.version = 0
+        if placement is not None:
+            names = list(placement.plan.trainer_actors)
+        else:
+            names = [f"trainer/rank-{rank}" for rank in range(self.layout.world_size)]
+        specs = [
+            ActorSpec(
+                name,
+                args=(rank, config, self.layout, device),
+                env_vars=_environment(config, device),
+                num_cpus=config.placement.cpus_per_bundle,
+                num_gpus=1.0 if device == "gpu" else 0.0,
+            )
+            for rank, name in enumerate(names)
+        ]
+        self.actors = ActorPool(MegatronWorker, specs, run_name, placement)
+
+    def start(self) -> None:
+        """Start the actors, let them meet at rank 0, and build the model.
+
+        Raises:
+            ActorLateError, ActorDiedError, PlacementError, ConfigError: nothing is left running.
+        """
+        deadline = time.monotonic() + self.config.timeouts.start_s
+        self.actors.start(self.config.timeouts.start_s)
+        try:
+            first = next(iter(self.actors.specs))
+            (address,) = self.actors.call("free_address", timeout_s=self._left(deadline), only=[first])
+            self.actors.call("start", *address, timeout_s=self._left(deadline))
+        except BaseException:
+            self.actors.kill()
+            raise
+
+    def compute_logprobs(self, batch: TrainBatch, adapters: bool = True) -> np.ndarray:
+        """Log-probabilities of the sampled tokens, float32 [R] in the batch's order; without adapters, the base's."""
+        answers = self.actors.call("compute_logprobs", batch, adapters, timeout_s=self.config.timeouts.step_s)
+        return merge_logprobs(batch, answers)
+
+    async def acompute_logprobs(self, batch: TrainBatch, adapters: bool = True) -> np.ndarray:
+        """`compute_logprobs` for asyncio."""
+        answers = await self.actors.acall("compute_logprobs", batch, adapters, timeout_s=self.config.timeouts.step_s)
+        return merge_logprobs(batch, answers)
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """One optimizer step; the weight version goes up by one. Metrics as in `trainer.update.update`.
+
+        Raises:
+            TrainingError: no step was made, the version stays.
+        """
+        return self._updated(self.actors.call("update", batch, timeout_s=self.config.timeouts.step_s))
+
+    async def aupdate(self, batch: TrainBatch) -> dict[str, float]:
+        """`update` for asyncio."""
+        return self._updated(await self.actors.acall("update", batch, timeout_s=self.config.timeouts.step_s))
+
+    def perturb_adapters(self, seed: int, scale: float) -> None:
+        """Add seeded noise to every adapter; for checks."""
+        self.actors.call("perturb_adapters", seed, scale, timeout_s=self.config.timeouts.step_s)
+
+    def save(self, directory: str) -> None:
+        """Every rank writes its part of a checkpoint."""
+        self.actors.call("save_state", directory, timeout_s=self.config.timeouts.checkpoint_s)
+
+    def load(self, directory: str) -> None:
+        """Every rank reads a checkpoint; `version` becomes its step count."""
+        self.actors.call("load_state", directory, timeout_s=self.config.timeouts.checkpoint_s)
+        first = next(iter(self.actors.specs))
+        (self.version,) = self.actors.call("step_count", timeout_s=self.config.timeouts.checkpoint_s, only=[first])
+
+    def kill(self) -> None:
+        """End all ranks."""
+        self.actors.kill()
+
+    def _updated(self, answers: list[dict[str, float]]) -> dict[str, float]:
+        self.version += 1
+        return answers[0]
+
+    @staticmethod
+    def _left(deadline: float) -> float:
+        return max(0.1, deadline - time.monotonic())
+
+
+def merge_logprobs(batch: TrainBatch, answers: Iterable[tuple[np.ndarray, np.ndarray] | None]) -> np.ndarray:
+    """float32 [R] from what the ranks answered: (sequence indices, their response-flat values) or None.
+
+    Raises:
+        ValueError: a sequence was answered for twice or not at all.
+    """
+    offsets = batch.response_offsets
+    merged = np.zeros(int(offsets[-1]), dtype=np.float32)
+    seen = np.zeros(len(batch), dtype=np.int64)
+    for indices, values in (answer for answer in answers if answer is not None):
+        start = 0
+        for index in indices:
+            length = int(batch.response_lengths[index])
+            merged[offsets[index] : offsets[index + 1]] = values[start : start + length]
+            start += length
+        np.add.at(seen, indices, 1)
+    if not np.all(seen == 1):
+        raise ValueError(f"sequences {np.flatnonzero(seen != 1).tolist()} were not answered for exactly once")
+    return merged
+
+
+def _environment(config: RunConfig, device: Device) -> dict[str, str]:
+    if device == "gpu":
+        # Megatron orders communication and compute of TP and sequence parallelism by one hardware queue.
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    threads = str(config.trainer.threads_per_rank)
+    settings: dict[str, Any] = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
+    return settings
