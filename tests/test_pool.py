@@ -34,20 +34,25 @@ class Worker:
 
     def sleep(self, *seconds: float) -> bool:
         """Wait, the first rank for the first of the times, until woken."""
-        return self.awake.wait(seconds[min(self.rank, len(seconds) - 1)])
+        woken = self.awake.wait(seconds[min(self.rank, len(seconds) - 1)])
+        self.awake.clear()
+        return woken
 
     def wake(self) -> None:
         self.awake.set()
 
+    def rest(self) -> None:
+        self.awake.clear()
+
     def die_if(self, rank: int) -> None:
         if self.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        self.sleep(60)
 
     def fail_if(self, rank: int) -> None:
         if self.rank == rank:
             raise TrainingError("the loss is not finite")
-        time.sleep(60)
+        self.sleep(60)
 
 
 class AsyncWorker:
@@ -59,14 +64,14 @@ class AsyncWorker:
 @pytest.fixture(scope="module")
 def placement():
     ray.init(address="local", num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False)
-    granted = grant(make_plan(MegatronLayout(tp=2), EngineLayout(1, 1), "cpu"), timeout_s=60)
+    granted = grant(make_plan(MegatronLayout(tp=2), EngineLayout(1, 2), "cpu"), timeout_s=60)
     yield granted
     granted.release()
     ray.shutdown()
 
 
-@pytest.fixture
-def pool(placement):
+@pytest.fixture(scope="module")
+def started_pool(placement):
     specs = [
         ActorSpec(name, args=(rank,), env_vars={"OMP_NUM_THREADS": "1", "RANK_NAME": f"r{rank}"})
         for rank, name in enumerate(placement.plan.trainer_actors)
@@ -75,6 +80,14 @@ def pool(placement):
     pool.start(timeout_s=60)
     yield pool
     pool.kill()
+
+
+@pytest.fixture
+def pool(started_pool):
+    """One pool for all tests; a test that leaves a survivor waiting gets it woken here."""
+    yield started_pool
+    started_pool.call("wake", timeout_s=20, control=True)
+    started_pool.call("rest", timeout_s=20)
 
 
 def test_answers_come_in_the_order_of_the_actors(pool, placement):
@@ -156,10 +169,10 @@ def test_the_event_loop_goes_on_during_a_call(pool):
 
 
 def test_a_failed_start_says_why_and_leaves_nothing(placement):
-    names = placement.plan.trainer_actors
+    names = placement.plan.engine_actors[0]
     specs = [ActorSpec(names[0], args=(0,)), ActorSpec(names[1], args=(1, "no such model folder"))]
     pool = ActorPool(Worker, specs, "broken", placement)
-    with pytest.raises(ActorDiedError, match=r"rank-1 .*not started yet.*ValueError: no such model folder"):
+    with pytest.raises(ActorDiedError, match=r"engine-0/worker-1 .*not started yet.*ValueError: no such model folder"):
         pool.start(timeout_s=60)
     assert pool.actors == {}
     with pytest.raises(ActorDiedError, match="is not running"):
