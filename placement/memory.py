@@ -1,0 +1,224 @@
+"""Does it fit? Bytes on one GPU of the trainer and of an engine, added up from sizes alone.
+
+Invariant: every figure follows from the model's shape and the configuration; nothing is measured here, and what is
+only roughly known is rounded up, so "fits" can be trusted more than "short by a little".
+
+Two constants come from a measurement on one H200 with Qwen3-30B-A3B. Training it, cut to 4 layers, on 16384 tokens
+peaked at 30.7 GiB: that is 10 bytes for each logit (bf16, its float32 copy and the gradient). An engine at 0.9 of the
+GPU kept 725k tokens of KV cache: that leaves 2.5 GiB for activations and CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+
+from placement.layout import EngineLayout, MegatronLayout
+from placement.model_shape import ModelShape
+from rl_actors.config import LoraConfig, RolloutConfig, RunConfig
+
+GIB = 2**30
+MIB = 2**20
+CUDA_OVERHEAD_BYTES = 2 * GIB
+"""CUDA context, NCCL buffers and what the allocator cannot use, per process."""
+ENGINE_ACTIVATION_BYTES = int(2.5 * GIB)
+OPTIMIZER_BYTES = 12
+"""Per trained parameter: the float32 master copy and Adam's two moments, shared out over data parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one GPU of one role needs.
+
+    Attributes:
+        role: "trainer rank" or "engine worker".
+        items: bytes by what they are for.
+    """
+
+    role: str
+    items: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The verdict for a run on GPUs of one size.
+
+    Attributes:
+        gpu_bytes: memory of one GPU.
+        trainer, engine: needs of one GPU each; on a colocated plan both are on the same one.
+        kv_tokens: tokens of KV cache that one engine has room for; 0 if even its weights do not fit.
+        shortages: one sentence for each thing that does not fit.
+    """
+
+    gpu_bytes: int
+    trainer: Memory
+    engine: Memory
+    kv_tokens: int
+    shortages: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.shortages
+
+    @property
+    def verdict(self) -> str:
+        return "ok" if self.ok else "short: " + "; ".join(self.shortages)
+
+    def table(self) -> str:
+        """Both roles item by item in GiB, then the verdict."""
+        lines = []
+        for memory in (self.trainer, self.engine):
+            lines.append(f"{memory.role:<34} {'GiB':>8}")
+            lines += [f"  {name:<32} {size / GIB:>8.2f}" for name, size in memory.items.items()]
+            lines.append(f"  {'total of ' + format(self.gpu_bytes / GIB, '.1f'):<32} {memory.total / GIB:>8.2f}")
+        return "\n".join([*lines, f"KV cache: {self.kv_tokens} tokens per engine", f"verdict: {self.verdict}"])
+
+
+def estimate_memory(config: RunConfig, model: ModelShape, gpu_gib: float) -> MemoryEstimate:
+    """Add up what the run needs on GPUs with `gpu_gib` GiB each (an H100 has 79, an H200 139)."""
+    gpu_bytes = int(gpu_gib * GIB)
+    dtype_bytes = 2 if config.model.dtype == "bfloat16" else 4
+    layout, engines = MegatronLayout.from_config(config.trainer), EngineLayout.from_config(config.rollout)
+    trainer = max((_trainer_stage(config, model, layout, dtype_bytes, pp) for pp in range(layout.pp)), key=_total)
+    engine, kv_tokens = _engine(config.rollout, model, engines, dtype_bytes, gpu_bytes, config.sync.bucket_mib * MIB)
+
+    shortages = []
+    if trainer.total > gpu_bytes:
+        shortages.append(
+            f"a trainer rank needs {trainer.total / GIB:.1f} GiB and its GPU has {gpu_gib:.1f}: raise trainer.ep, "
+            "tp or pp, use trainer.recompute=full, or lower trainer.micro_batch_tokens"
+        )
+    if kv_tokens < config.rollout.max_model_len:
+        shortages.append(
+            f"an engine has room for {kv_tokens} tokens of KV cache and one sequence may have rollout.max_model_len "
+            f"= {config.rollout.max_model_len}: raise rollout.tp or rollout.gpu_memory_utilization"
+        )
+    if config.placement.colocate and not shortages and trainer.total + engine.total > gpu_bytes:
+        shortages.append(
+            f"a rank and an engine worker on one GPU need {(trainer.total + engine.total) / GIB:.1f} GiB and it has "
+            f"{gpu_gib:.1f}: lower rollout.gpu_memory_utilization or set rollout.kv_cache_gib"
+        )
+    return MemoryEstimate(gpu_bytes, trainer, engine, kv_tokens, tuple(shortages))
+
+
+def trainer_parameters(model: ModelShape, layout: MegatronLayout, stage: int) -> int:
+    """Parameters of the base model that one rank of a pipeline stage holds (norms and router are on every TP rank)."""
+    layers = model.num_layers // layout.pp
+    sparse = round(layers * model.moe_layers / model.num_layers)
+    attention = layers * (model.attention_parameters // layout.tp + model.norm_parameters)
+    dense = (layers - sparse) * 3 * model.hidden * model.ffn // layout.tp
+    experts = sparse * (
+        model.experts // layout.ep * model.expert_parameters // layout.etp + model.experts * model.hidden
+    )
+    embedding = model.vocab * model.hidden // layout.tp
+    first, last = stage == 0, stage == layout.pp - 1
+    # A tied output layer is the embedding itself, unless the two are on different stages: then it is a copy.
+    copies = first + (last and not (model.tied and first))
+    return attention + dense + experts + copies * embedding + (model.hidden if last else 0)
+
+
+def adapter_parameters(model: ModelShape, layout: MegatronLayout, lora: LoraConfig) -> tuple[int, int]:
+    """LoRA parameters that one rank holds: (of attention and dense layers, of experts).
+
+    A target's wildcards are read by their last name, so a pattern that picks some layers counts as all of them.
+    """
+    layers = model.num_layers // layout.pp
+    sparse = round(layers * model.moe_layers / model.num_layers)
+    query, key_value = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+
+    def pair(name: str, inputs: int, outputs: int) -> int:
+        wanted = any(fnmatch.fnmatchcase(name, target.rpartition(".")[2]) for target in lora.targets)
+        return lora.rank * (inputs + outputs) if wanted and name not in lora.exclude else 0
+
+    def feed_forward(inner: int) -> int:
+        return pair("linear_fc1", model.hidden, 2 * inner) + pair("linear_fc2", inner, model.hidden)
+
+    attention = pair("linear_qkv", model.hidden, query + key_value) + pair("linear_proj", query, model.hidden)
+    dense = layers * attention + (layers - sparse) * feed_forward(model.ffn)
+    adapters_per_layer = 1 if lora.share_expert_adapters else model.experts // layout.ep
+    return dense // layout.tp, sparse * adapters_per_layer * feed_forward(model.moe_ffn)
+
+
+def kv_bytes_per_token(model: ModelShape, tp: int, dtype_bytes: int = 2) -> int:
+    """Keys and values of one token on one worker; with more workers than key-value heads each head is repeated."""
+    return 2 * model.num_layers * max(1, model.kv_heads // tp) * model.head_dim * dtype_bytes
+
+
+def _total(memory: Memory) -> int:
+    return memory.total
+
+
+def _trainer_stage(
+    config: RunConfig, model: ModelShape, layout: MegatronLayout, dtype_bytes: int, stage: int
+) -> Memory:
+    dense, experts = adapter_parameters(model, layout, config.lora)
+    # A packed micro-batch is cut over context parallel ranks.
+    tokens = max(config.trainer.micro_batch_tokens, config.rollout.max_model_len) // layout.cp
+    logits = tokens * (model.vocab // layout.tp) * _logit_bytes(dtype_bytes) if stage == layout.pp - 1 else 0
+    kept, working = _activations(config, model, layout, tokens * dtype_bytes, stage)
+    items = {
+        "frozen base weights": trainer_parameters(model, layout, stage) * dtype_bytes,
+        "adapters": (dense + experts) * dtype_bytes,
+        "adapter gradients (float32)": (dense + experts) * 4,
+        "optimizer state of adapters": OPTIMIZER_BYTES * (-(-dense // layout.dp) + -(-experts // layout.edp)),
+        "activations kept": kept,
+        # The logits are gone before the first layer's backward pass begins.
+        "logits" if logits > working else "backward of one layer": max(logits, working),
+        "weight sync buffers": 2 * config.sync.bucket_mib * MIB,
+        "CUDA and NCCL": CUDA_OVERHEAD_BYTES,
+    }
+    return Memory("trainer rank", items)
+
+
+def _logit_bytes(dtype_bytes: int) -> int:
+    """A logit in the model's type, its float32 copy (the same tensor in float32) and the gradient."""
+    return 4 + 4 + (dtype_bytes if dtype_bytes < 4 else 0)
+
+
+def _activations(
+    config: RunConfig, model: ModelShape, layout: MegatronLayout, token_bytes: int, stage: int
+) -> tuple[int, int]:
+    """Bytes (kept for the backward pass, at work within one layer); `token_bytes` is one channel of all tokens.
+
+    Kept is each layer's input, and unless recomputed all its inner results, for every micro-batch in flight: the
+    1F1B schedule has pp - stage of them. With sequence parallel all of it is cut over TP. Attention is counted as a
+    flash kernel (no score matrix), experts as evenly used. At work are the inner results and their gradients.
+    """
+    heads = (model.heads + 2 * model.kv_heads) * model.head_dim
+    attention = 2 * model.hidden + heads + model.heads * model.head_dim
+    if model.is_moe:
+        feed_forward = 2 * model.hidden + model.topk * (2 * model.hidden + 3 * model.moe_ffn)
+    else:
+        feed_forward = 2 * model.hidden + 3 * model.ffn
+    inner = attention + feed_forward
+    per_layer = {"none": inner, "selective": inner - heads, "full": model.hidden}[config.trainer.recompute]
+    channels = per_layer * (model.num_layers // layout.pp) * (layout.pp - stage)
+    return channels * token_bytes // layout.tp, 2 * inner * token_bytes // layout.tp
+
+
+def _engine(
+    rollout: RolloutConfig,
+    model: ModelShape,
+    engines: EngineLayout,
+    dtype_bytes: int,
+    gpu_bytes: int,
+    buffer_bytes: int,
+) -> tuple[Memory, int]:
+    weights = model.parameters * dtype_bytes // engines.tp
+    fixed = weights + ENGINE_ACTIVATION_BYTES
+    if rollout.kv_cache_gib is not None:
+        cache = int(rollout.kv_cache_gib * GIB)
+    else:
+        cache = max(0, int(gpu_bytes * rollout.gpu_memory_utilization) - fixed)
+    room = cache if fixed + cache <= gpu_bytes else 0
+    items = {
+        "weights": weights,
+        "KV cache": cache,
+        "activations and CUDA graphs": ENGINE_ACTIVATION_BYTES,
+        "weight sync buffers": 2 * buffer_bytes,
+    }
+    return Memory("engine worker", items), room // kv_bytes_per_token(model, engines.tp, dtype_bytes)
