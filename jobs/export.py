@@ -1,0 +1,66 @@
+"""Write a checkpoint as a PEFT adapter or as a merged Hugging Face model.
+
+    python -m jobs.export runs/my_run/checkpoints/step-000040 --format merged-hf --out my_model
+
+Runs on CPU, with the memory of one tensor. CHECKPOINT may also be the folder of all checkpoints: then the latest one is
+taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rl_actors.driver.checkpoint_store import verify
+from rl_actors.errors import CheckpointError, RLActorsError
+from rl_actors.paths import input_path
+from rl_actors.trainer.export import export_merged, export_peft
+from rl_actors.trainer.shard_files import TrainerState
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 with one sentence on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.export", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("checkpoint", type=Path, help="a folder step-..., or the folder of all checkpoints")
+    parser.add_argument("--format", choices=("peft", "merged-hf"), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="a folder that is not there yet")
+    parser.add_argument("--base", type=Path, help="the base model's folder; by default the one it was trained from")
+    arguments = parser.parse_args(argv)
+    try:
+        checkpoint = _resolve(arguments.checkpoint)
+        verify(checkpoint)
+        _export(checkpoint, arguments.format, arguments.out, arguments.base)
+    except RLActorsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{arguments.format} written to {arguments.out}")
+    return 0
+
+
+def _resolve(folder: Path) -> Path:
+    """The checkpoint itself, or the latest of a folder of checkpoints."""
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint {folder} is not a folder, such as runs/NAME/checkpoints/step-000040")
+    latest = folder / "latest"
+    return folder / latest.read_text(encoding="utf-8").strip() if latest.is_file() else folder
+
+
+def _export(checkpoint: Path, form: str, out: Path, base: Path | None) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as bar:
+        task = bar.add_task(f"{form}: tensors", total=None)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        if form == "peft":
+            export_peft(checkpoint, out, progress)
+        else:
+            export_merged(base or input_path(TrainerState.read(checkpoint).base), checkpoint, out, progress)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
