@@ -7,6 +7,7 @@ as one log message.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import netrc
 import os
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
 logger = logging.getLogger(__name__)
+
+# Both names of W&B's own cloud; a key saved for one serves the other (wandb 0.31.0).
+CLOUD_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 Mode = Literal["online", "offline", "off"]
 
@@ -101,6 +105,10 @@ class WandbWriter:
     def _work(self) -> None:
         # W&B is a guest: it must never end a training run, whatever it raises.
         try:
+            # W&B's usage telemetry blocks the process's exit for 20 s when its server is unreachable (wandb 0.31.0).
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+            import wandb
+
             run = self._init()
             while not (self._closing.is_set() and self._queue.empty()):
                 try:
@@ -109,13 +117,13 @@ class WandbWriter:
                     continue
                 run.log({key: value for key, value in plain(values).items() if value is not None})
             run.finish(self._exit_code)
+            # Only the end of W&B's helper process says that an offline run is whole on disk (wandb 0.31.0).
+            wandb.teardown(self._exit_code)
         except Exception as error:  # noqa: BLE001
             if not self._closing.is_set():
                 logger.warning("W&B stopped (%s); the run goes on without it", _sentence(error))
 
     def _init(self) -> Run:
-        # W&B's usage telemetry blocks the exit of the process for 20 s when its server is unreachable (wandb 0.31.0).
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         if self.mode == "online":
@@ -172,14 +180,15 @@ def has_key() -> bool:
     """Whether WANDB_API_KEY, an identity token file or a netrc entry for the W&B server is at hand."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc or CLOUD_HOSTS[0]
+    hosts = CLOUD_HOSTS if host in CLOUD_HOSTS else (host,)
     candidates = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
     for candidate in candidates:
         try:
-            entry = netrc.netrc(Path(candidate).expanduser()).authenticators(host)
+            entries = netrc.netrc(Path(candidate).expanduser())
         except (OSError, netrc.NetrcParseError):
             continue
-        if entry and entry[2]:
+        if any(entry[2] for entry in map(entries.authenticators, hosts) if entry):
             return True
     return False
 
@@ -199,6 +208,11 @@ def _kill_service() -> None:
     for child in children:
         child.kill()
     psutil.wait_procs(children, timeout=5)
+    import wandb
+
+    # Unhooks W&B from the exit of the process, which would report that its helper is gone.
+    with contextlib.suppress(Exception):
+        wandb.teardown(exit_code=1)
 
 
 def _sentence(error: Exception) -> str:

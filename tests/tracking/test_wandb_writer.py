@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -12,15 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import wandb
 
 from rl_actors.tracking.wandb import WandbWriter, has_key, resolve_mode
 
 
 @pytest.fixture(autouse=True)
-def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    yield
+    # Ends W&B's helper process and forgets the settings that it read from this test's environment.
+    wandb.teardown()
 
 
 @pytest.fixture
@@ -33,23 +39,35 @@ def silent_server() -> Iterator[str]:
 
 
 def rows(run_dir: Path) -> list[dict[str, object]]:
-    """The logged rows of the offline run's file, read by W&B's own reader."""
-    import json
-
+    """The logged rows of the offline run's file."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(path))
     found = []
-    while data := store.scan_data():
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    for data in log_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(data)
         if record.history.item:
             items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             found.append({key: json.loads(value) for key, value in items.items()})
     return found
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """The records of a file in LevelDB's log format behind W&B's own 7 bytes (wandb brings no reader any more).
+
+    A block is 32 KiB; a chunk in it is checksum (4 bytes), length (2), type (1: whole, 2-4: first, middle, last part).
+    """
+    block, position, record = 32768, 7, b""
+    while position + 7 <= len(data):
+        if block - position % block < 7:
+            position += block - position % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
 
 
 def test_auto_is_online_only_with_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -63,6 +81,8 @@ def test_auto_is_online_only_with_a_key(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_netrc_key_counts_for_its_server_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    assert has_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://api.forge.coreweave.com")
     assert has_key()
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     assert not has_key()
