@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import ray
 import ray.util.collective as ray_collective
@@ -74,7 +74,7 @@ def join_group(group_name: str, rank: int, world_size: int, device: str, timeout
     """
     register_backend()
     _settings[group_name] = GroupSettings(torch.device(device).type, timeout_s)
-    ray_collective.init_collective_group(world_size, rank, BACKEND, group_name)
+    ray_collective.init_collective_group(world_size, rank, cast(Any, BACKEND), group_name)
     return ray_collective.get_group_handle(group_name)
 
 
@@ -118,9 +118,9 @@ class CollectiveGroup(BaseGroup):
         settings = _settings.get(group_name, default)
         self.device, self.timeout_s = settings.device, settings.timeout_s
         self._aborted: str | None = None
-        self._store = _meet(group_name, rank, world_size, self.timeout_s)
+        self._store: dist.TCPStore | None = _meet(group_name, rank, world_size, self.timeout_s)
         make = _make_nccl if self.device == "cuda" else _make_gloo
-        self._process_group = make(self._store, rank, world_size, self.timeout_s)
+        self._process_group: Any = make(self._store, rank, world_size, self.timeout_s)
 
     @classmethod
     def backend(cls) -> str:
@@ -150,7 +150,7 @@ class CollectiveGroup(BaseGroup):
         self._start(lambda pg: pg.broadcast(tensor, options), f"broadcast from rank {options.rootRank}").wait()
 
     def allreduce(self, tensor: list[torch.Tensor], allreduce_options: AllReduceOptions = AllReduceOptions()) -> None:  # noqa: B008
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[allreduce_options.reduceOp]
         self._start(lambda pg: pg.allreduce(tensor, options), "allreduce").wait()
 
@@ -221,12 +221,15 @@ def _meet(group_name: str, rank: int, world_size: int, timeout_s: float) -> dist
         store = dist.TCPStore(host, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
         internal_kv._internal_kv_put(group_name, f"{host} {store.port}", overwrite=True, namespace=KV_NAMESPACE)
     else:
-        host, port = _poll(lambda: _kv_get(group_name), deadline, f"rank 0 did not open group {group_name!r}").split()
+        complaint = f"rank 0 did not open group {group_name!r} within {timeout_s:g} s"
+        host, port = _poll(group_name, lambda: _kv_get(group_name), deadline, complaint).split()
         store = dist.TCPStore(host, int(port), world_size, is_master=False, timeout=timeout, wait_for_workers=False)
     store.set(f"here/{rank}", "1")
     try:
-        _poll(lambda: store.check([f"here/{r}" for r in range(world_size)]), deadline, "")
-    except SyncError:
+        _poll(group_name, lambda: store.check([f"here/{r}" for r in range(world_size)]), deadline, "late")
+    except SyncError as error:
+        if "late" not in error.args:
+            raise
         missing = [r for r in range(world_size) if not store.check([f"here/{r}"])]
         if rank == 0:
             time.sleep(1.0)  # the store is in this process: let the others ask it the same question
@@ -238,10 +241,13 @@ def _meet(group_name: str, rank: int, world_size: int, timeout_s: float) -> dist
     return store
 
 
-def _poll(ask: Callable[[], Any], deadline: float, complaint: str) -> Any:
+def _poll(group_name: str, ask: Callable[[], Any], deadline: float, complaint: str) -> Any:
+    """The first true answer. Joining ends on an abort as well."""
     while not (answer := ask()):
         if time.monotonic() > deadline:
             raise SyncError(complaint)
+        if reason := _kv_get(_abort_key(group_name)):
+            raise SyncError(f"joining group {group_name!r} was stopped: {reason}")
         time.sleep(0.02)
     return answer
 
@@ -256,12 +262,13 @@ def _abort_key(group_name: str) -> str:
 
 
 def _make_gloo(store: dist.TCPStore, rank: int, world_size: int, timeout_s: float) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     # Without a device gloo resolves the host's name, which is the loopback on many machines.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=ray.util.get_node_ip_address())]
+    options._devices = [gloo.create_device(hostname=ray.util.get_node_ip_address())]
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 2
-    return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, options)
+    return gloo(dist.PrefixStore("gloo", store), rank, world_size, options)
 
 
 def _make_nccl(store: dist.TCPStore, rank: int, world_size: int, timeout_s: float) -> Any:

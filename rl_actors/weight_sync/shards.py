@@ -84,21 +84,17 @@ def rows(param: str, name: str, shape: tuple[int, ...], rank: int, size: int, li
     return [Piece(Box(name, ((first, stop), *rest)), param, ((0, stop - first), *rest))]
 
 
-def columns(param: str, name: str, shape: tuple[int, int], rank: int) -> list[Piece]:
+def columns(param: str, name: str, shape: tuple[int, ...], rank: int) -> list[Piece]:
     """Split on the last axis (row-parallel linears: their input is cut)."""
     out, width = shape
     return [Piece(Box(name, ((0, out), (rank * width, (rank + 1) * width))), param, ((0, out), (0, width)))]
 
 
-def stacked_rows(param: str, names: list[str], shape: tuple[int, int], rank: int) -> list[Piece]:
+def stacked_rows(param: str, names: list[str], shape: tuple[int, ...], rank: int) -> list[Piece]:
     """Equal tensors below each other, each split on its first axis: gate and up, in Megatron and in vLLM."""
-    height, width = shape[0] // len(names), shape[1]
+    height = shape[0] // len(names)
     return [
-        Piece(
-            Box(name, ((rank * height, (rank + 1) * height), (0, width))),
-            param,
-            ((index * height, (index + 1) * height), (0, width)),
-        )
+        _row_block(param, name, index * height, rank * height, height, shape[1] if len(shape) == 2 else 0)
         for index, name in enumerate(names)
     ]
 

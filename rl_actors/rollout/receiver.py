@@ -1,0 +1,206 @@
+"""The engine worker's side of a weight sync; it lives inside each vLLM worker.
+
+`call_receiver` is what the engine runs on its workers (`apply_model`) between two steps while it is paused. Extra
+memory is two message buffers, and for modules that must go through vLLM's layerwise reload one module in model form.
+
+Invariant: `receive` acknowledges only after every message is in its place. Until the driver has seen matching
+checksums from all workers the engine stays paused, so half-written weights are never served.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_actors.errors import SyncError
+from rl_actors.weight_sync.collective import CollectiveGroup, Pending, join_group, leave_group
+from rl_actors.weight_sync.holdings import Holdings
+from rl_actors.weight_sync.plan import Incoming, Part
+from rl_actors.weight_sync.vllm_shards import WorkerModule, reload, try_direct, worker_modules
+from rl_actors.weight_sync.wire import checksum, checksum_parts, message_bytes, window
+
+BUFFERS = 2
+_ATTRIBUTE = "_rl_actors_receiver"
+
+
+@dataclass(frozen=True)
+class ReceiveReport:
+    """What a worker received.
+
+    Attributes:
+        version: as told by the driver.
+        checksums: by (sender rank, tag).
+        bytes: received.
+        seconds: of the whole receive.
+        reloaded: modules that went through layerwise reload; the others were written directly.
+        written: modules that got new values.
+    """
+
+    version: int
+    checksums: dict[tuple[int, int], int]
+    bytes: int
+    seconds: float
+    reloaded: int
+    written: int
+
+
+def call_receiver(model: nn.Module, method: str, per_worker: Sequence[tuple[Any, ...]]) -> Any:
+    """Call a method of this worker's receiver, made on first use. `per_worker` has the arguments of each TP rank."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    receiver = model.__dict__.get(_ATTRIBUTE)
+    if receiver is None:
+        receiver = model.__dict__[_ATTRIBUTE] = WeightReceiver(model)
+    return getattr(receiver, method)(*per_worker[get_tensor_model_parallel_rank()])
+
+
+class WeightReceiver:
+    """Writes what trainer ranks send into one vLLM worker's model. `describe`, `join`, then `receive` each version."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {one.name: one for one in worker_modules(model)}
+        weight = next(iter(model.parameters()))
+        self._device, self._dtype = weight.device, weight.dtype
+        self._group: CollectiveGroup | None = None
+        self._incoming: tuple[Incoming, ...] = ()
+
+    def describe(self) -> Holdings:
+        """All pieces as `adapted` (any of them may be asked for), those that can be compared as `fixed`."""
+        modules = self._modules.values()
+        return Holdings(
+            adapted=[piece for one in modules for piece in one.pieces],
+            fixed=[piece for one in modules if one.readable for piece in one.pieces],
+            dtype=self._dtype,
+            unread=[f"{one.name}.{name}" for one in modules if not one.readable for name in one.shapes],
+        )
+
+    def join(
+        self, group_name: str, rank: int, world_size: int, incoming: tuple[Incoming, ...], timeout_s: float
+    ) -> dict[str, bool]:
+        """Enter the group. Returns for each kind of module that will be written whether it is written directly."""
+        self._incoming = incoming
+        ways = self._choose_ways()
+        self._group = join_group(group_name, rank, world_size, self._device.type, timeout_s)
+        return ways
+
+    def leave(self) -> None:
+        """Close this end of the group."""
+        if self._group is not None:
+            leave_group(self._group.group_name)
+            self._group = None
+
+    def checksums(self, parts: tuple[Part, ...]) -> list[int]:
+        """Of present weights, rectangle by rectangle."""
+        return checksum_parts(parts, self._parameter)
+
+    @torch.no_grad()
+    def receive(self, version: int) -> ReceiveReport:
+        """Receive everything once and put it in place.
+
+        Raises:
+            SyncError: a member is lost, late, or the driver aborted. The weights may then be half-written.
+        """
+        group = self._group
+        if group is None:
+            raise SyncError("this engine worker is in no sync group: the driver must set it up first")
+        started = time.perf_counter()
+        arrival = _Arrival(self._modules, self._incoming)
+        posted: list[tuple[Incoming, torch.Tensor, Pending]] = []
+        free: list[torch.Tensor | None] = [None] * BUFFERS
+        upcoming = iter(self._incoming)
+        sums: dict[tuple[int, int], torch.Tensor] = {}
+
+        def post() -> None:
+            header = next(upcoming, None)
+            if header is None:
+                return
+            size = message_bytes(header.numel, self._dtype)
+            buffer = free.pop()
+            if buffer is None or buffer.numel() < size:
+                buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            posted.append((header, buffer, group.irecv(buffer[:size], header.sender, header.tag)))
+
+        for _ in range(BUFFERS):
+            post()
+        received = 0
+        while posted:
+            header, buffer, pending = posted.pop(0)
+            pending.wait()
+            message = buffer[: message_bytes(header.numel, self._dtype)]
+            received += message.numel()
+            sums[header.sender, header.tag] = checksum(message)
+            arrival.place(header, message[: header.numel * self._dtype.itemsize].view(self._dtype))
+            free.append(buffer)
+            post()
+        arrival.check_complete()
+        totals = {key: int(total) for key, total in sums.items()}
+        seconds = time.perf_counter() - started
+        return ReceiveReport(version, totals, received, seconds, arrival.reloaded, arrival.written)
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        module, _, leaf = name.rpartition(".")
+        return getattr(self._modules[module].module, leaf).detach()
+
+    def _choose_ways(self) -> dict[str, bool]:
+        wanted = {part.param.rpartition(".")[0] for header in self._incoming for part in header.parts}
+        known: dict[tuple[Any, ...], bool] = {}
+        for name in sorted(wanted):
+            one = self._modules[name]
+            if one.direct is None:
+                one.direct = known[one.kind] if one.kind in known else try_direct(one)
+            known[one.kind] = one.direct
+        return {f"{kind[0].__name__} {dict(kind[2])}": direct for kind, direct in known.items()}
+
+
+class _Arrival:
+    """One sync's values on their way into the modules."""
+
+    def __init__(self, modules: dict[str, WorkerModule], incoming: tuple[Incoming, ...]) -> None:
+        self._modules = modules
+        self._missing: dict[str, int] = {}
+        for header in incoming:
+            for part in header.parts:
+                name = part.param.rpartition(".")[0]
+                self._missing[name] = self._missing.get(name, 0) + torch.Size(part.shape).numel()
+        self._staged: dict[str, dict[str, torch.Tensor]] = {}
+        self.reloaded = self.written = 0
+
+    def place(self, header: Incoming, values: torch.Tensor) -> None:
+        """Copy a message's elements to where they belong; finish the modules that are complete with it."""
+        offset = 0
+        for part in header.parts:
+            numel = torch.Size(part.shape).numel()
+            name, _, leaf = part.param.rpartition(".")
+            target = window(self._target(name, leaf, values), part.local)
+            target.copy_(values[offset : offset + numel].view(part.shape))
+            offset += numel
+            self._missing[name] -= numel
+            if self._missing[name] == 0:
+                self._finish(name)
+
+    def check_complete(self) -> None:
+        """Raises SyncError if the plan left a module unfinished."""
+        unfinished = sorted(name for name, missing in self._missing.items() if missing)
+        if unfinished:
+            raise SyncError(f"the plan does not fill {', '.join(unfinished)}")
+
+    def _target(self, name: str, leaf: str, values: torch.Tensor) -> torch.Tensor:
+        one = self._modules[name]
+        if one.direct:
+            return getattr(one.module, leaf).data
+        staged = self._staged.setdefault(name, {})
+        if leaf not in staged:
+            # Zeros: what no Hugging Face tensor fills is padding.
+            staged[leaf] = torch.zeros(one.shapes[leaf], dtype=values.dtype, device=values.device)
+        return staged[leaf]
+
+    def _finish(self, name: str) -> None:
+        self.written += 1
+        if staged := self._staged.pop(name, None):
+            reload(self._modules[name].module, staged)
+            self.reloaded += 1

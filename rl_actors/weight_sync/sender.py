@@ -1,0 +1,180 @@
+"""The trainer rank's side of a sync: merge a round, pack it, send it, and merge the next one meanwhile.
+
+Extra memory is two buffers of about one bucket (one is filled while the other travels), the merged shard of one weight
+or batch of experts, and its float32 scratch. A buffer is filled again only when all receivers have its last content.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_actors.errors import SyncError
+from rl_actors.weight_sync.collective import CollectiveGroup, Pending, join_group, leave_group
+from rl_actors.weight_sync.holdings import Holdings, TrainerShards
+from rl_actors.weight_sync.merge import Merger
+from rl_actors.weight_sync.plan import Outgoing, Part, Round
+from rl_actors.weight_sync.wire import checksum, checksum_parts, message_bytes, window
+
+if TYPE_CHECKING:
+    from rl_actors.trainer.model import TrainerModel
+    from rl_actors.trainer.worker import MegatronWorker
+
+BUFFERS = 2
+_ATTRIBUTE = "_weight_sender"
+
+
+def call_sender(worker: MegatronWorker, method: str, arguments: tuple[Any, ...]) -> Any:
+    """Call a method of this rank's sender, made on first use and anew when the worker has built another model."""
+    sender = worker.__dict__.get(_ATTRIBUTE)
+    if sender is None or sender.model is not worker.model:
+        sender = worker.__dict__[_ATTRIBUTE] = WeightSender(worker.model, worker.config.sync.bucket_mib)
+    return getattr(sender, method)(*arguments)
+
+
+@dataclass(frozen=True)
+class SendReport:
+    """What a rank sent.
+
+    Attributes:
+        version: as told by the driver.
+        checksums: by (receiver, tag); the receiver must have the same.
+        bytes: sent, over all receivers.
+        merge_s: spent merging and packing (on GPU: launching it).
+        seconds: of the whole send.
+        peak_extra_bytes: of GPU memory beyond what was in use before; on CPU the size of the buffers.
+    """
+
+    version: int
+    checksums: dict[tuple[int, int], int]
+    bytes: int
+    merge_s: float
+    seconds: float
+    peak_extra_bytes: int
+
+
+class WeightSender:
+    """Lives in a Megatron rank's process. `describe` once, `join`, then `send` for every version.
+
+    Args:
+        model: this rank's model, with its adapters.
+        bucket_mib: size of one buffer.
+    """
+
+    def __init__(self, model: TrainerModel, bucket_mib: float) -> None:
+        self.model = model
+        self._shards = TrainerShards(model)
+        self._device = model.torch_device
+        self._dtype: torch.dtype = model.config.params_dtype
+        self._merger = Merger(model.adapters, self._dtype, int(bucket_mib * 2**20) // 4)
+        self._group: CollectiveGroup | None = None
+        self._rounds: tuple[Round, ...] = ()
+        self._first_receiver = 0
+
+    def describe(self) -> Holdings:
+        """This rank's pieces."""
+        return self._shards.holdings()
+
+    def join(
+        self,
+        group_name: str,
+        rank: int,
+        world_size: int,
+        first_receiver: int,
+        rounds: tuple[Round, ...],
+        timeout_s: float,
+    ) -> None:
+        """Enter the group of trainer ranks and engine workers; receivers start at `first_receiver` in it."""
+        self._group = join_group(group_name, rank, world_size, self._device.type, timeout_s)
+        self._first_receiver, self._rounds = first_receiver, rounds
+
+    def leave(self) -> None:
+        """Close this end of the group."""
+        if self._group is not None:
+            leave_group(self._group.group_name)
+            self._group = None
+
+    def checksums(self, parts: tuple[Part, ...]) -> list[int]:
+        """Of the base weights, rectangle by rectangle."""
+        return checksum_parts(parts, self._shards.tensors.__getitem__)
+
+    @torch.no_grad()
+    def send(self, version: int) -> SendReport:
+        """Merge and send everything once. Collective over the trainer ranks.
+
+        Raises:
+            SyncError: a member is lost, late, or the driver aborted.
+        """
+        if self._group is None:
+            raise SyncError("this trainer rank is in no sync group: the driver must set it up first")
+        started, before = time.perf_counter(), self._memory(reset=True)
+        self._merger.gather()
+        travelling: list[list[Pending]] = [[] for _ in range(BUFFERS)]
+        buffers: list[torch.Tensor | None] = [None] * BUFFERS
+        sums: dict[tuple[int, int], torch.Tensor] = {}
+        sent, merge_s = 0, 0.0
+        for index, one in enumerate(self._rounds):
+            slot = index % BUFFERS
+            _finish(travelling[slot])
+            merging = time.perf_counter()
+            buffers[slot], messages = self._pack(one, buffers[slot])
+            merge_s += time.perf_counter() - merging
+            for outgoing, message in zip(one.messages, messages, strict=True):
+                total = checksum(message)
+                for receiver, tag in zip(outgoing.receivers, outgoing.tags, strict=True):
+                    sums[receiver, tag] = total
+                    sent += message.numel()
+                    travelling[slot].append(self._group.isend(message, self._first_receiver + receiver, tag))
+        for pending in travelling:
+            _finish(pending)
+        peak = self._memory() - before if self._device.type == "cuda" else self._buffer_bytes(buffers)
+        self._merger.release()
+        totals = {key: int(total) for key, total in sums.items()}
+        return SendReport(version, totals, sent, merge_s, time.perf_counter() - started, peak)
+
+    def _pack(self, one: Round, buffer: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Merge the round's weights, each once, and copy their rectangles to where the messages want them."""
+        sizes = [message_bytes(message.numel, self._dtype) for message in one.messages]
+        if buffer is None or buffer.numel() < sum(sizes):
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        messages = list(buffer[: sum(sizes)].split(sizes))
+        targets = self._targets(one.messages, messages)
+        for name, merged in self._merger.merged(one.params):
+            for part, target in targets[name]:
+                target.copy_(window(merged, part.local))
+        return buffer, messages
+
+    def _targets(
+        self, outgoing: tuple[Outgoing, ...], messages: list[torch.Tensor]
+    ) -> dict[str, list[tuple[Part, torch.Tensor]]]:
+        targets: dict[str, list[tuple[Part, torch.Tensor]]] = defaultdict(list)
+        for header, message in zip(outgoing, messages, strict=True):
+            end = header.numel * self._dtype.itemsize
+            message[end:].zero_()
+            elements = message[:end].view(self._dtype)
+            offset = 0
+            for part in header.parts:
+                numel = torch.Size(part.shape).numel()
+                targets[part.param].append((part, elements[offset : offset + numel].view(part.shape)))
+                offset += numel
+        return targets
+
+    def _memory(self, reset: bool = False) -> int:
+        if self._device.type != "cuda":
+            return 0
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+            return torch.cuda.memory_allocated()
+        return torch.cuda.max_memory_allocated()
+
+    def _buffer_bytes(self, buffers: list[torch.Tensor | None]) -> int:
+        return sum(buffer.nbytes for buffer in buffers if buffer is not None) + self._merger.buffer_bytes
+
+
+def _finish(pending: list[Pending]) -> None:
+    while pending:
+        pending.pop(0).wait()
