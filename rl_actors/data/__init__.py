@@ -1,0 +1,1 @@
+"""From a dataset to prompts in token ids, and the order in which they are drawn."""
