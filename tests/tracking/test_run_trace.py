@@ -32,7 +32,13 @@ def events(run_dir: Path) -> list[dict]:
         ([(2, 3), (4, 5)], 2.0),
         ([(5, 9)], 0.0),
     ],
-    ids=["covers all", "two that overlap count once", "concurrent ones count once", "several", "touching is not overlap"],
+    ids=[
+        "covers all",
+        "two that overlap count once",
+        "concurrent ones count once",
+        "several",
+        "touching is not overlap",
+    ],
 )
 def test_overlap_is_the_time_in_which_both_run(rollouts: list[tuple[float, float]], expected: float) -> None:
     spans = [span("update", 2, 4), span("update", 4, 5)] + [span("rollout", *times) for times in rollouts]
