@@ -57,7 +57,12 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of the sealed checkpoints, oldest first."""
-        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*") if path.is_dir())
+        return sorted(self.step_of(path) for path in self.folder.glob("step-*") if path.is_dir())
+
+    @staticmethod
+    def step_of(checkpoint: Path) -> int:
+        """The step a sealed checkpoint was written after."""
+        return int(checkpoint.name.removeprefix("step-"))
 
     def load_newest(self) -> Path | None:
         """The newest whole checkpoint, or None if there never was one.

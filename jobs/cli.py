@@ -1,0 +1,73 @@
+"""What all jobs share: reading the command line, exit codes, and the connection to Ray.
+
+Exit codes: 0 done, 1 a run or a check failed, 2 bad input (nothing was started).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from rl_actors.config import RunConfig
+from rl_actors.config_file import load_config
+from rl_actors.errors import ConfigError, PlacementError, RLActorsError
+
+TINY = "tiny:"
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Run a job's `main` and leave with its exit code; errors of this project become one sentence."""
+    try:
+        code = main()
+    except (ConfigError, PlacementError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    except RLActorsError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    sys.stderr.flush()
+    raise SystemExit(code)
+
+
+def recipe_parser(description: str) -> argparse.ArgumentParser:
+    """A parser that takes a recipe and overrides of it."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="recipe, such as jobs/configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", help="section.key=value, such as trainer.ep=2")
+    return parser
+
+
+def read_recipe(path: str, overrides: Sequence[str]) -> RunConfig:
+    """Read a recipe; models and data named `tiny:moe...` or `tiny:dense...` are made if they are not there yet."""
+    config = load_config(path, list(overrides))
+    data = config.data.model_copy(
+        update={name: _made(value) for name in ("train", "eval") if (value := getattr(config.data, name))}
+    )
+    model = config.model.model_copy(update={"path": _made(config.model.path)})
+    return config.model_copy(update={"model": model, "data": data})
+
+
+def _made(path: str) -> str:
+    if not path.startswith(TINY):
+        return path
+    from jobs.make_tiny_model import cached_tiny_model
+
+    arch, _, rest = path.removeprefix(TINY).partition("/")
+    if arch not in ("moe", "dense"):
+        raise ConfigError(f"{path} names no small model: use {TINY}moe or {TINY}dense")
+    folder = cached_tiny_model(arch)
+    return str(folder / rest if rest else folder)
+
+
+def connect() -> str | None:
+    """Join the Ray cluster of this job or machine, or start one here. Returns the dashboard's address."""
+    import ray
+
+    context: Any = ray.init(logging_level=logging.WARNING, ignore_reinit_error=True)
+    return f"http://{context.dashboard_url}" if context.dashboard_url else None

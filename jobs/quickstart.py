@@ -1,0 +1,57 @@
+"""The main job on this machine, start to end: `make quickstart` or `python -m jobs.quickstart [section.key=value ...]`.
+
+Makes the small model if it is not there, joins the Ray cluster of this machine or starts one for as long as the job
+runs, submits `jobs.train` to it as a Ray job, follows its log, and says where the results are. An earlier quickstart
+is kept under another name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from jobs.cli import connect, read_recipe, run
+from rl_actors.errors import RLActorsError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RECIPE = "jobs/configs/quickstart.yaml"
+TIME_LIMIT_S = 3600.0
+
+
+def main() -> int:
+    from ray.job_submission import JobStatus, JobSubmissionClient
+
+    overrides = [f"run_dir={json.dumps(str(REPOSITORY / 'runs' / 'quickstart'))}", *sys.argv[1:]]
+    # Makes the model here, with a progress bar, rather than within the job.
+    config = read_recipe(str(REPOSITORY / RECIPE), overrides)
+    dashboard = connect()
+    if dashboard is None:
+        raise RLActorsError("Ray runs here without its dashboard, which takes jobs: start it with `ray start --head`")
+    print(f"Ray dashboard: {dashboard}", flush=True)
+    client = JobSubmissionClient(dashboard)
+    command = [sys.executable, "-m", "jobs.train", RECIPE, *overrides, "checkpoint.resume=never"]
+    job = client.submit_job(entrypoint=shlex.join(command), runtime_env={"working_dir": str(REPOSITORY)})
+    try:
+        asyncio.run(asyncio.wait_for(follow(client, job), TIME_LIMIT_S))
+    except BaseException:
+        client.stop_job(job)
+        raise
+    if (status := client.get_job_status(job)) != JobStatus.SUCCEEDED:
+        raise RLActorsError(f"the job {job} ended as {status}: {client.get_job_info(job).message}")
+    summary = json.loads((config.run_path / "summary.json").read_text())
+    print(f"held-out reward {summary['eval_before']:.3f} -> {summary['eval_after']:.3f} in {summary['wall_s']:.0f} s")
+    print(f"curve: {config.run_path / 'reward_curve.png'}\nsummary: {config.run_path / 'summary.json'}")
+    return 0
+
+
+async def follow(client, job: str) -> None:  # type: ignore[no-untyped-def]
+    """Print the job's log until it ends."""
+    async for text in client.tail_job_logs(job):
+        print(text, end="", flush=True)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,56 @@
+"""The driver actor: owns the pools, runs the training loop on them, and streams what happens to the job.
+
+Invariant: however a run ends, its files are closed and its actors and bundles are given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rl_actors.config import RunConfig
+from rl_actors.config_file import dump_config
+from rl_actors.driver.checkpoint_store import CheckpointStore
+from rl_actors.driver.pools import start_pools
+from rl_actors.driver.training_loop import TrainingLoop
+from rl_actors.tracking.console import PlacedActor
+from rl_actors.tracking.records import EvalRecord, StepRecord
+from rl_actors.tracking.tracker import Tracker
+from rl_actors.types import Prompt
+
+Event = list[PlacedActor] | StepRecord | EvalRecord | dict[str, Any]
+"""What a run streams: first where its actors are, then records, at last its summary."""
+
+
+class Driver:
+    """Runs one training job. A plain class; `jobs.train` makes a Ray actor of it and iterates over `run`.
+
+    Args:
+        config: of the run, with absolute paths (`preflight.prepare`).
+        train_prompts, eval_prompts: as token ids; the latter may be empty.
+    """
+
+    def __init__(self, config: RunConfig, train_prompts: list[Prompt], eval_prompts: list[Prompt]) -> None:
+        self._config = config
+        self._prompts = train_prompts
+        self._eval_prompts = eval_prompts
+
+    async def run(self) -> AsyncIterator[Event]:
+        """Train from the newest whole checkpoint, or from the base model, to the last step."""
+        config, folder = self._config, self._config.run_path
+        store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep_last)
+        checkpoint = store.load_newest() if config.checkpoint.resume == "auto" else None
+        tracker = Tracker(config, folder, None if checkpoint is None else store.step_of(checkpoint))
+        (folder / "config.yaml").write_text(dump_config(config))
+        finished = False
+        try:
+            async with start_pools(config, folder.name) as pools:
+                yield pools.placed_actors()
+                tracker.start()
+                loop = TrainingLoop(config, pools, tracker, store, self._prompts, self._eval_prompts)
+                async for record in loop.run(checkpoint):
+                    yield record
+            finished = True
+        finally:
+            summary = tracker.finish(failed=not finished)
+        yield summary

@@ -1,0 +1,219 @@
+"""The pipeline of one run: rollout -> reward -> logprob -> update -> sync, with rollout ahead of the rest.
+
+Two tasks share one event loop. `_produce` admits prompts as the staleness bound allows and turns each into a scored
+group; `run` takes the groups of one step after another, updates, and publishes the new weights. They meet only in
+the `GroupQueue`. With max_staleness 0 no prompt of a later step is admitted before the update is published, which is
+plain synchronous training.
+
+A lost engine is started again and brought to the present version with the next sync; a lost trainer rank ends the run,
+which goes on from its newest checkpoint when it is submitted again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from rl_actors.algorithms.batching import make_train_batch, split_batch
+from rl_actors.config import RunConfig
+from rl_actors.config_file import dump_config
+from rl_actors.data.sampler import PromptSampler
+from rl_actors.driver.checkpoint_store import CheckpointStore
+from rl_actors.driver.group_queue import GroupQueue
+from rl_actors.driver.pools import Pools
+from rl_actors.driver.records import step_record
+from rl_actors.errors import SyncError
+from rl_actors.rollout.samples import Sampling
+from rl_actors.tracking.records import EvalRecord, StepRecord
+from rl_actors.tracking.tracker import Tracker
+from rl_actors.types import Prompt, TrainBatch, TrajectoryGroup
+from rl_actors.weight_sync.sync import SyncReport
+
+logger = logging.getLogger(__name__)
+
+SYNC_ATTEMPTS = 3
+DRIVER_STATE = "driver.json"
+
+
+class TrainingLoop:
+    """Trains from a weight version to the last step.
+
+    Args:
+        config: of the run, with absolute paths.
+        pools: started, engines holding the base model.
+        tracker: takes spans, records and evaluations.
+        store: where checkpoints go.
+        prompts, eval_prompts: as token ids; the latter may be empty.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        pools: Pools,
+        tracker: Tracker,
+        store: CheckpointStore,
+        prompts: Sequence[Prompt],
+        eval_prompts: Sequence[Prompt],
+    ) -> None:
+        self._config = config
+        self._pools = pools
+        self._tracker = tracker
+        self._store = store
+        self._prompts = prompts
+        self._eval_prompts = eval_prompts
+        self._sampler = PromptSampler(len(prompts), config.seed, config.data.shuffle)
+
+    async def run(self, checkpoint: Path | None) -> AsyncIterator[StepRecord | EvalRecord]:
+        """Train, from a checkpoint or from the base model; yields every record once it is on disk."""
+        steps, pipeline = self._config.pipeline.steps, self._config.pipeline
+        version = await self._begin(checkpoint)
+        if version == 0 and self._eval_prompts:
+            yield await self._evaluate(0)
+        queue = GroupQueue(pipeline.prompts_per_step, pipeline.max_staleness, version)
+        producer = asyncio.create_task(self._produce(queue))
+        try:
+            for step in range(version + 1, steps + 1):
+                yield await self._step(step, queue)
+                if self._eval_prompts and (step == steps or _due(step, self._config.evaluation.every_steps)):
+                    yield await self._evaluate(step)
+                if step == steps or _due(step, self._config.checkpoint.every_steps):
+                    await self._save(step)
+        finally:
+            producer.cancel()
+            await asyncio.gather(producer, return_exceptions=True)
+
+    async def _begin(self, checkpoint: Path | None) -> int:
+        """Bring trainer and engines to the same version, 0 or a checkpoint's; returns it."""
+        pools = self._pools
+        await pools.rollout.pause()
+        await pools.sync.set_up(check_base=True)
+        if checkpoint is None:
+            await pools.rollout.resume(0)
+            return 0
+        version = int(json.loads((checkpoint / DRIVER_STATE).read_text())["step"])
+        await asyncio.to_thread(pools.trainer.load, str(checkpoint))
+        await self._publish(version)
+        logger.info("going on after step %d from %s", version, checkpoint)
+        return version
+
+    # ---- rollout and reward ----
+
+    async def _produce(self, queue: GroupQueue) -> None:
+        """Start every group of the run as soon as it is admitted; an error of any ends up in the queue."""
+        wanted = self._config.pipeline.steps * self._config.pipeline.prompts_per_step
+        try:
+            async with asyncio.TaskGroup() as groups:
+                while (number := await queue.admit()) < wanted:
+                    groups.create_task(self._make_group(number, queue))
+        except* Exception as errors:  # noqa: BLE001 - `take` raises it again
+            await queue.fail(errors.exceptions[0])
+
+    async def _make_group(self, number: int, queue: GroupQueue) -> None:
+        step = number // self._config.pipeline.prompts_per_step + 1
+        prompt = self._prompts[self._sampler.index(number)]
+        seed = _seed(self._config.seed, number)
+        samples = self._config.pipeline.samples_per_prompt
+        with self._tracker.span("rollout", step, "rollout"):
+            trajectories = await self._pools.rollout.generate(prompt, samples, seed)
+        with self._tracker.span("reward", step, "reward"):
+            rewards = await self._pools.reward.score(prompt, trajectories)
+        await queue.put(number, TrajectoryGroup(prompt, tuple(trajectories), rewards))
+
+    # ---- logprob, update, sync ----
+
+    async def _step(self, step: int, queue: GroupQueue) -> StepRecord:
+        config, tracker = self._config, self._tracker
+        with tracker.span("rollout_wait", step, "driver"):
+            groups = await queue.take()
+        batch, stats = make_train_batch(groups, config.algorithm)
+        metrics: Mapping[str, float] = {}
+        if batch is not None:
+            batch = await self._with_logprobs(step, batch)
+            with tracker.span("update", step, "trainer"):
+                parts = split_batch(batch, config.algorithm.updates_per_batch, config.algorithm)
+                metrics = _mean([await self._pools.trainer.aupdate(part) for part in parts])
+        with tracker.span("sync", step, "sync"):
+            report = await self._publish(step)
+        await queue.advance(step)
+        engine = await self._pools.rollout.stats()
+        return tracker.step(step_record(step, groups, stats, batch, metrics, report, queue.depth, engine))
+
+    async def _with_logprobs(self, step: int, batch: TrainBatch) -> TrainBatch:
+        """Add what the loss compares with: the trainer's own logprobs before the step, and the base model's."""
+        trainer = self._pools.trainer
+        with self._tracker.span("logprob", step, "trainer"):
+            batch = replace(batch, old_logprobs=await trainer.acompute_logprobs(batch))
+        if self._config.algorithm.kl_coef > 0:
+            with self._tracker.span("ref_logprob", step, "trainer"):
+                batch = replace(batch, ref_logprobs=await trainer.acompute_logprobs(batch, adapters=False))
+        return batch
+
+    async def _publish(self, version: int) -> SyncReport:
+        """Make the engines serve the trainer's present weights; replaces engines that died."""
+        for attempt in itertools.count(1):
+            try:
+                return await self._pools.sync.run(version)
+            except SyncError as error:
+                if attempt == SYNC_ATTEMPTS:
+                    raise
+                logger.warning("%s; trying again (%d of %d)", error, attempt + 1, SYNC_ATTEMPTS)
+                self._tracker.instant("sync failed", version=version, error=str(error))
+                await self._pools.trainer.aping()
+                await self._pools.rollout.restart_dead()
+                self._pools.sync.invalidate()
+        raise AssertionError("unreachable")
+
+    # ---- evaluation and checkpoints ----
+
+    async def _evaluate(self, step: int) -> EvalRecord:
+        """Mean reward of the held-out prompts at the present version."""
+        settings = self._config.evaluation
+        sampling = Sampling.for_training(self._config.rollout).with_temperature(settings.temperature)
+
+        async def score(number: int, prompt: Prompt) -> np.ndarray:
+            seed = _seed(self._config.seed, -1 - number)
+            trajectories = await self._pools.rollout.generate(prompt, settings.samples, seed, sampling)
+            return await self._pools.reward.score(prompt, trajectories)
+
+        with self._tracker.span("evaluation", step, "driver"):
+            async with asyncio.TaskGroup() as tasks:
+                scores = [tasks.create_task(score(*pair)) for pair in enumerate(self._eval_prompts)]
+        return self._tracker.evaluation(step, float(np.mean([task.result() for task in scores])))
+
+    async def _save(self, step: int) -> None:
+        """Write a checkpoint, whole or not at all."""
+        with self._tracker.span("checkpoint", step, "trainer"):
+            folder = await asyncio.to_thread(self._store.begin, step)
+            await asyncio.to_thread(self._pools.trainer.save, str(folder))
+            # Prompts are drawn in a fixed order and trained in it, so the step is the whole data cursor.
+            trained = step * self._config.pipeline.prompts_per_step
+            (folder / DRIVER_STATE).write_text(json.dumps({"step": step, "version": step, "prompts_trained": trained}))
+            (folder / "config.yaml").write_text(dump_config(self._config))
+            await asyncio.to_thread(self._store.commit, step)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _seed(run_seed: int, number: int) -> int:
+    """The sampling seed of one group: another one for each, and the same in a resumed run."""
+    digest = hashlib.blake2b(f"{run_seed}/{number}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _mean(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of the updates made from one batch: maxima stay maxima, the rest is averaged."""
+    return {
+        name: max(values) if name.startswith("max/") else sum(values) / len(values)
+        for name in updates[0]
+        for values in [[update[name] for update in updates]]
+    }
