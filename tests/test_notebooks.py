@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from pathlib import Path
@@ -80,8 +79,6 @@ def test_read_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = "".join(output.get("text", "") for output in outputs)
     assert len(pictures) == 6, "reward, staleness, stage times, time line, sync, learning"
     assert "12 steps, 2 evaluations" in texts and not any(output.get("name") == "stderr" for output in outputs), texts
-    if keep := os.environ.get("RL_ACTORS_KEEP_NOTEBOOK"):
-        nbformat.write(notebook, keep)
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)

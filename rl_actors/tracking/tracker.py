@@ -143,7 +143,7 @@ class Tracker:
         result = build_summary(metrics, self._elapsed_s(), summary or {})
         if not failed:
             write_json(self.run_dir / SUMMARY_FILE, result)
-            title = f"{self.run_dir.name}: reward"
+            title = f"Reward of {self.run_dir.name}"
             plot_reward_curve(metrics, self.run_dir / CURVE_FILE, title, self._config.pipeline.max_staleness)
         self._wandb.finish(exit_code=int(failed))
         if self._console and failed:
