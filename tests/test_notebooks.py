@@ -26,7 +26,7 @@ def write_run(run_dir: Path, steps: int = 12) -> None:
             "model": {"path": "model"},
             "data": {"train": "train.jsonl"},
             "pipeline": {"steps": steps},
-            "tracking": {"wandb": "off", "console": False},
+            "tracking": {"wandb": "off"},
         },
         "test",
     )

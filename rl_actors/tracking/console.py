@@ -42,15 +42,15 @@ class Console:
     """Progress of one run.
 
     Args:
-        total: training steps of the whole run.
-        done: steps that an earlier attempt made.
+        total: training steps of the whole run. A resumed run is counted on from the first step that is shown.
         stream: where everything is shown; standard error unless given.
         interval_s: least time between two progress lines on a pipe.
     """
 
-    def __init__(self, total: int, done: int = 0, stream: TextIO | None = None, interval_s: float = 3.0) -> None:
+    def __init__(self, total: int, stream: TextIO | None = None, interval_s: float = 3.0) -> None:
         self._stream = stream if stream is not None else sys.stderr
-        self._total, self._done, self._first = total, done, done
+        self._total = total
+        self._first: int | None = None
         self._interval_s = interval_s
         self._started = self._shown = time.monotonic()
         self._rich = RichConsole(file=self._stream, width=None if self._stream.isatty() else 120, highlight=False)
@@ -74,7 +74,9 @@ class Console:
 
     def step(self, record: StepRecord) -> None:
         """Move on by one step."""
-        self._done = record.step
+        starts = self._first is None
+        if self._first is None:
+            self._first = record.step - 1
         if self._stream.isatty():
             if self._bar is None:
                 self._bar = tqdm(total=self._total, initial=self._first, file=self._stream, bar_format=BAR, ncols=120)
@@ -82,9 +84,9 @@ class Console:
             self._bar.update(record.step - self._bar.n)
             return
         now = time.monotonic()
-        if self._done in (self._first + 1, self._total) or now - self._shown >= self._interval_s:
+        if starts or record.step == self._total or now - self._shown >= self._interval_s:
             self._shown = now
-            self._print(self._line(record, now - self._started))
+            self._print(self._line(record, self._first, now - self._started))
 
     def evaluation(self, step: int, value: float) -> None:
         self._print(f"evaluation after step {step}: reward {value:.3f}")
@@ -103,11 +105,11 @@ class Console:
             self._bar.close()
             self._bar = None
 
-    def _line(self, record: StepRecord, elapsed_s: float) -> str:
+    def _line(self, record: StepRecord, first: int, elapsed_s: float) -> str:
         return tqdm.format_meter(
             n=record.step,
             total=self._total,
-            initial=self._first,
+            initial=first,
             elapsed=elapsed_s,
             bar_format=BAR,
             postfix=progress_text(record),

@@ -1,7 +1,6 @@
-"""The driver's one window to everything that shows a run.
+"""The driver's one window to everything that keeps a run's numbers; `console` shows what it answers.
 
     tracker = Tracker(config, config.run_path, resume_step=None)
-    tracker.start(actors, dashboard_url)
     tracker.evaluation(0, value)
     with tracker.span("update", step=1, pool="trainer"):
         ...
@@ -14,28 +13,24 @@ always be found there.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rl_actors.config import RunConfig
-from rl_actors.tracking.console import Console, PlacedActor, configure_logging
+from rl_actors.tracking.console import configure_logging
 from rl_actors.tracking.ray_metrics import RayMetrics
 from rl_actors.tracking.records import EvalRecord, MetricsWriter, StepRecord, read_metrics
-from rl_actors.tracking.stage_times import stage_times
 from rl_actors.tracking.summary import CURVE_FILE, SUMMARY_FILE, build_summary, plot_reward_curve, write_json
-from rl_actors.tracking.trace import Span, TraceWriter, length, read_trace
+from rl_actors.tracking.trace import Span, TraceWriter, length
 from rl_actors.tracking.wandb import WandbWriter
-
-logger = logging.getLogger(__name__)
 
 
 class Tracker:
-    """Fans steps, evaluations and spans out to disk, console, Ray metrics and W&B.
+    """Fans steps, evaluations and spans out to disk, Ray metrics and W&B.
 
     Args:
         config: the run's configuration; `tracking` and `pipeline.steps` are used, all of it is logged to W&B.
@@ -62,17 +57,14 @@ class Tracker:
             config.model_dump(mode="json"),
             resume=resumed,
         )
-        self._console = Console(config.pipeline.steps, resume_step or 0) if config.tracking.console else None
         self._spans: dict[int, list[Span]] = {}
         earlier = read_metrics(self.run_dir)
         times = [record.elapsed_s for record in earlier.steps] + [record.elapsed_s for record in earlier.evals]
         self._earlier_s = max(times, default=0.0)
         self._started = self._step_ended = time.monotonic()
 
-    def start(self, actors: Sequence[PlacedActor] = (), dashboard: str | None = None) -> None:
-        """Show where the pools sit and the dashboard's address; the time of the first step counts from here."""
-        if self._console:
-            self._console.start(actors, dashboard)
+    def start(self) -> None:
+        """The pools are up: the time of the first step counts from here."""
         self._step_ended = time.monotonic()
 
     @contextmanager
@@ -99,7 +91,8 @@ class Tracker:
         """Take the numbers of one finished step; answers them as written.
 
         `seconds` and `step_s` are filled from the spans and the clock where the driver left them empty. Call it after
-        the spans of the step (its sync included) have closed.
+        the spans of the step (its sync included) have closed; a stage that ends later, such as a checkpoint, counts for
+        the next record, as its time does.
         """
         now = time.monotonic()
         record = replace(
@@ -117,18 +110,15 @@ class Tracker:
         self._trace.counter("buffer depth", record.buffer_depth)
         self._ray.step(record)
         self._wandb.log(record.flat())
-        if self._console:
-            self._console.step(record)
         return record
 
-    def evaluation(self, step: int, value: float) -> None:
+    def evaluation(self, step: int, value: float) -> EvalRecord:
         """Take the mean reward on the held-out prompts after `step` steps (0: before training)."""
         record = EvalRecord(step=step, value=value, elapsed_s=self._elapsed_s())
         self._metrics.write(record)
         self._ray.evaluation(record)
         self._wandb.log({"step": step, "eval/reward": value})
-        if self._console:
-            self._console.evaluation(step, value)
+        return record
 
     def finish(self, summary: Mapping[str, Any] | None = None, failed: bool = False) -> dict[str, Any]:
         """Close everything; write summary.json and reward_curve.png unless the run failed.
@@ -146,11 +136,6 @@ class Tracker:
             title = f"Reward of {self.run_dir.name}"
             plot_reward_curve(metrics, self.run_dir / CURVE_FILE, title, self._config.pipeline.max_staleness)
         self._wandb.finish(exit_code=int(failed))
-        if self._console and failed:
-            self._console.close()
-        elif self._console:
-            self._console.finish(result, stage_times(read_trace(self.run_dir)))
-            logger.info("run folder: %s (%s, %s)", self.run_dir, SUMMARY_FILE, CURVE_FILE)
         return result
 
     def _elapsed_s(self) -> float:
@@ -161,7 +146,7 @@ class Tracker:
         self._ray.stage(span.stage, span.pool, span.seconds)
 
     def _stage_seconds(self, step: int) -> dict[str, float]:
-        spans = self._spans.get(step, [])
+        spans = [span for of_step, held in self._spans.items() if of_step <= step for span in held]
         return {
             stage: length((span.start_s, span.end_s) for span in spans if span.stage == stage)
             for stage in sorted({span.stage for span in spans})

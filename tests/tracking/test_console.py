@@ -7,7 +7,10 @@ import io
 import pytest
 
 from rl_actors.tracking.console import Console, PlacedActor, progress_text
-from rl_actors.tracking.records import StepRecord
+from rl_actors.tracking.records import EvalRecord, RunMetrics, StepRecord
+from rl_actors.tracking.stage_times import stage_times
+from rl_actors.tracking.summary import build_summary
+from rl_actors.tracking.trace import Span
 
 
 class Terminal(io.StringIO):
@@ -55,9 +58,19 @@ def test_pipe_line_after_each_interval() -> None:
     assert len(stream.getvalue().splitlines()) == 5
 
 
+def test_resumed_run_is_timed_from_its_own_first_step() -> None:
+    """Of 50 steps 2 were made here, in almost no time: the rest cannot take long."""
+    stream = io.StringIO()
+    console = Console(total=50, stream=stream, interval_s=0)
+    console._started -= 10  # 10 s since the pools were up
+    console.step(step(41))
+    console.step(step(42))
+    assert "41/50" in stream.getvalue() and "00:10<00:40" in stream.getvalue()
+
+
 def test_terminal_gets_a_bar_that_counts_from_the_resumed_step() -> None:
     stream = Terminal()
-    console = Console(total=10, done=4, stream=stream)
+    console = Console(total=10, stream=stream)
     console.step(step(5))
     console.evaluation(5, 0.5)
     console.close()
@@ -74,3 +87,14 @@ def test_start_table_shows_every_actor_and_the_dashboard(gpus: str) -> None:
     assert "rank-0" in text and "trainer-0/1" in text and "101" in text
     assert ("GPU" in text) == bool(gpus)
     assert "Dashboard: http://127.0.0.1:8265" in text
+
+
+def test_end_table_sums_the_run_up() -> None:
+    stream = io.StringIO()
+    record = step(4)
+    metrics = RunMetrics([record], [EvalRecord(step=0, value=0.25), EvalRecord(step=4, value=0.5)])
+    spans = [Span("rollout", 1, "rollout", 0.0, 4.0), Span("update", 1, "trainer", 2.0, 4.0)]
+    console = Console(total=4, stream=stream)
+    console.finish(build_summary(metrics, 12.0, {}), stage_times(spans))
+    for text in ("0.250 before, 0.500 after", "4 in 12.0 s", "mean 0.750, max 1", "rollout 100%, update 50%"):
+        assert text in stream.getvalue(), text

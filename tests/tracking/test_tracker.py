@@ -14,7 +14,6 @@ import pytest
 from jobs.report import main as report
 from rl_actors.config import RunConfig
 from rl_actors.config_file import parse_config
-from rl_actors.tracking.console import PlacedActor
 from rl_actors.tracking.records import StepRecord, read_metrics
 from rl_actors.tracking.trace import Span, overlaps, read_trace
 from rl_actors.tracking.tracker import Tracker
@@ -68,7 +67,7 @@ def finished(tmp_path: Path) -> Path:
     """The folder of a run of 4 steps."""
     run_dir = tmp_path / "run"
     tracker = Tracker(config(run_dir), run_dir)
-    tracker.start([PlacedActor("trainer", "rank-0", "trainer-0/0", "node-a")], "http://127.0.0.1:8265")
+    tracker.start()
     tracker.evaluation(0, 0.25)
     asyncio.run(pipeline(tracker, 1, 4))
     tracker.evaluation(4, 0.5)
@@ -97,30 +96,25 @@ def test_spans_fill_the_seconds_of_their_own_step(finished: Path) -> None:
         assert step.step_s >= 0.03 and step.tokens_per_s == pytest.approx(100 / step.step_s)
 
 
-def test_console_shows_start_progress_and_end(
-    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
-) -> None:
-    request.getfixturevalue("finished")
-    shown = capsys.readouterr().err
-    for text in (
-        "rank-0",
-        "Dashboard: http://127.0.0.1:8265",
-        "1/4",
-        "4/4",
-        "reward 0.400",
-        "0.250 before, 0.500 after",
-    ):
-        assert text in shown, text
+def test_checkpoint_behind_the_record_counts_for_the_next(tmp_path: Path) -> None:
+    tracker = Tracker(config(tmp_path), tmp_path)
+    now = time.time()
+    tracker.step(record(1))
+    tracker.add_span(Span("checkpoint", 1, "trainer", now, now + 3))
+    tracker.add_span(Span("rollout", 3, "rollout", now, now + 5))
+    assert tracker.step(record(2)).seconds == {"checkpoint": pytest.approx(3.0)}
+    assert tracker.step(record(3)).seconds == {"rollout": pytest.approx(5.0)}
+    tracker.finish()
 
 
 def test_resumed_run_reads_as_one(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    tracker = Tracker(config(run_dir, console=False), run_dir)
+    tracker = Tracker(config(run_dir), run_dir)
     tracker.evaluation(0, 0.25)
     asyncio.run(pipeline(tracker, 1, 3))
     # Killed after step 3 with the checkpoint of step 2: nothing is closed.
     before = read_metrics(run_dir).steps[1]
-    resumed = Tracker(config(run_dir, console=False), run_dir, resume_step=2)
+    resumed = Tracker(config(run_dir), run_dir, resume_step=2)
     asyncio.run(pipeline(resumed, 3, 4))
     summary = resumed.finish()
     steps = read_metrics(run_dir).steps
@@ -132,7 +126,7 @@ def test_resumed_run_reads_as_one(tmp_path: Path) -> None:
 
 
 def test_seconds_measured_by_the_driver_win(tmp_path: Path) -> None:
-    tracker = Tracker(config(tmp_path, console=False), tmp_path)
+    tracker = Tracker(config(tmp_path), tmp_path)
     now = time.time()
     tracker.add_span(Span("update", 1, "trainer", now - 2, now))
     assert tracker.step(record(1)).seconds["update"] == pytest.approx(2.0)
@@ -142,7 +136,7 @@ def test_seconds_measured_by_the_driver_win(tmp_path: Path) -> None:
 
 
 def test_failed_run_leaves_records_but_no_summary(tmp_path: Path) -> None:
-    tracker = Tracker(config(tmp_path, console=False), tmp_path)
+    tracker = Tracker(config(tmp_path), tmp_path)
     with pytest.raises(RuntimeError), tracker.span("update", 1, "trainer"):
         raise RuntimeError
     tracker.step(record(1))
