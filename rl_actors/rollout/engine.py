@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from placement.location import Location, where_am_i
 from rl_actors.config import RunConfig
 from rl_actors.errors import ActorDiedError, ActorLateError, RLActorsError, SyncError
 from rl_actors.rollout.samples import Sample, Sampling
@@ -215,6 +216,10 @@ class RolloutEngine:
         """vLLM's collective_rpc between two steps: a worker method by name, or a function of the worker."""
         return await self._thread.call(lambda: self._loaded().llm.collective_rpc(method, args=args, kwargs=kwargs))
 
+    async def worker_locations(self) -> list[Location]:
+        """Where each worker of the engine is, in the order of its TP rank."""
+        return await self.collective_rpc(_location)
+
     async def on_engine_thread(self, function: Callable[..., Result], *args: Any) -> Result:
         """`function(llm_engine, *args)` between two steps, in this process. For the weight receiver."""
         return await self._thread.call(lambda: function(self._loaded().llm, *args))
@@ -319,3 +324,7 @@ class RolloutEngine:
         if self._core is None:
             raise ActorDiedError(f"{self.name} has no model: start() did not finish")
         return self._core
+
+
+def _location(worker: Any) -> Location:
+    return where_am_i()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rl_actors.config import EvalConfig, RolloutConfig
+from rl_actors.config import RolloutConfig
 from rl_actors.types import Prompt, Trajectory
 
 
@@ -30,10 +30,9 @@ class Sampling:
     def for_training(cls, rollout: RolloutConfig) -> Sampling:
         return cls(rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k, rollout.stop)
 
-    @classmethod
-    def for_evaluation(cls, rollout: RolloutConfig, evaluation: EvalConfig) -> Sampling:
-        """The evaluation's temperature over the whole vocabulary; length and stops as in training."""
-        return cls(evaluation.temperature, rollout.max_new_tokens, stop=rollout.stop)
+    def with_temperature(self, temperature: float) -> Sampling:
+        """The same but for the temperature, as an evaluation wants it."""
+        return replace(self, temperature=temperature)
 
 
 def sample_seed(seed: int, prompt_id: str, index: int) -> int:

@@ -16,7 +16,7 @@ from rl_actors.rollout.vllm_settings import engine_environment
 from tests.rollout.tiny_rollout import EOS, make_model, make_prompt, reference_logprobs, run_config
 
 LONG = Sampling(1.0, 240)
-START_S = 240.0
+START_S = 600.0
 
 
 class Engine:

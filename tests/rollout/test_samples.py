@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rl_actors.config import EvalConfig, RolloutConfig
+from rl_actors.config import RolloutConfig
 from rl_actors.rollout.samples import Sample, Sampling, sample_seed
 from tests.rollout.tiny_rollout import make_prompt
 
@@ -30,7 +30,7 @@ def test_a_sample_tags_each_token_with_the_version_of_its_step():
     assert (trajectory.token_ids.dtype, trajectory.versions.dtype) == (np.int32, np.int32)
 
 
-def test_evaluation_samples_from_the_whole_vocabulary_at_its_own_temperature():
-    rollout = RolloutConfig(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=33, stop=("\n",))
-    assert Sampling.for_training(rollout) == Sampling(0.7, 33, 0.9, 5, ("\n",))
-    assert Sampling.for_evaluation(rollout, EvalConfig(temperature=0.0)) == Sampling(0.0, 33, 1.0, -1, ("\n",))
+def test_evaluation_differs_from_training_in_its_temperature_only():
+    training = Sampling.for_training(RolloutConfig(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=33, stop=("x",)))
+    assert training == Sampling(0.7, 33, 0.9, 5, ("x",))
+    assert training.with_temperature(0.0) == Sampling(0.0, 33, 0.9, 5, ("x",))

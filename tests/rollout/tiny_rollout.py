@@ -67,7 +67,7 @@ def run_config(model: Path, **rollout) -> RunConfig:
             "model": {"path": str(model), "dtype": "float32"},
             "data": {"train": "unused.jsonl"},
             "rollout": small | rollout,
-            "timeouts": {"rollout_s": 60, "start_s": 240},
+            "timeouts": {"rollout_s": 60, "start_s": 600},
         }
     )
 
