@@ -35,10 +35,10 @@ def install() -> None:
     _without_compile()
     _cuda_names_on_cpu()
     _cuda_literals_on_cpu()
-    _without_flashinfer()
     sys.meta_path.insert(0, _LoraLayersFinder())
-    _megatron_core()
-    _megatron_bridge()
+    with _absent("flashinfer", "vllm"):
+        _megatron_core()
+        _megatron_bridge()
 
 
 def _without_compile() -> None:
@@ -51,14 +51,21 @@ def _without_compile() -> None:
     torch._dynamo.config.disable = True
 
 
-def _without_flashinfer() -> None:
-    """Megatron-Core imports FlashInfer where it is installed (inference/moe), for GPU kernels only.
+@contextlib.contextmanager
+def _absent(*packages: str) -> Iterator[None]:
+    """While Megatron is imported, some installed packages count as not installed.
 
-    Its import checks the version of its kernel package and fails hard, not with ImportError. Here it counts as not
-    installed. Can go when Core imports it lazily.
+    flashinfer: Megatron-Core (inference/moe) imports it for GPU kernels; its import checks the version of its kernel
+    package and fails hard, not with ImportError. vllm: ModelOpt, which Bridge imports, loads it for a plugin, 3 s for
+    nothing. Can go when both imports are lazy.
     """
-    if "flashinfer" not in sys.modules:
-        sys.modules["flashinfer"] = None  # type: ignore[assignment]
+    hidden = [package for package in packages if package not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for package in hidden:
+            sys.modules.pop(package, None)
 
 
 class _NoStream:

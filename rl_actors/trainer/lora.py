@@ -126,7 +126,7 @@ def gather(shard: torch.Tensor, where: Slice, group: Any) -> torch.Tensor:
         return shard.detach()
     local = shard.detach().contiguous()
     parts = [torch.empty_like(local) for _ in range(where.size)]
-    dist.allgather(parts, local, group=group)
+    dist.all_gather(parts, local, group=group)
     return where.join(parts)
 
 

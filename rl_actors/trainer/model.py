@@ -158,6 +158,7 @@ def _settings(
     provider.expert_tensor_parallel_size = layout.etp
     provider.sequence_parallel = layout.tp > 1  # MoE with TP is wrong without it
     provider.variable_seq_lengths = layout.pp > 1  # micro-batches differ in length; stages must tell each other
+    provider.moe_token_dispatcher_type = "alltoall"  # Core's default refuses variable lengths, on dense models too
 
     provider.params_dtype = provider.pipeline_dtype = provider.autocast_dtype = dtype
     provider.bf16, provider.fp16 = dtype == torch.bfloat16, False
@@ -172,7 +173,6 @@ def _settings(
         provider.moe_router_load_balancing_type = "none"  # the router is frozen
         provider.moe_aux_loss_coeff = 0.0
         provider.moe_router_dtype = "fp32"
-        provider.moe_token_dispatcher_type = "alltoall"
         provider.moe_shared_expert_overlap = False  # Bridge's LoRA is wrong with it
 
     if trainer.recompute == "full":

@@ -1,7 +1,7 @@
-"""Megatron's Adam over the adapters: learning rate, gradient norms, clipping, and its state by parameter.
+"""Megatron's Adam over the adapters: learning rate, gradients and their norms, clipping.
 
-Megatron makes one optimizer for dense and one for expert parameters, and with data parallelism splits each parameter's
-state over ranks. This file is the only one that knows. Invariant: norms count every element of every adapter once,
+Megatron makes one optimizer for dense and one for expert parameters, and with data parallelism splits each parameter
+over ranks (its state is read by `optimizer_state`). Invariant: norms count every element of every adapter once,
 whatever the layout, so clipping scales all layouts by the same number.
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
 from torch import nn
 
 from rl_actors.config import OptimizerConfig
@@ -35,21 +34,6 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.min_lr + (config.lr - config.min_lr) * share
 
 
-@dataclass(frozen=True)
-class AdamState:
-    """Adam's state of one parameter, whole on this rank, shaped like the parameter, float32.
-
-    Attributes:
-        master: the float32 weight the optimizer steps (the parameter itself when it is float32).
-        steps: optimizer steps taken.
-    """
-
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    master: torch.Tensor
-    steps: int
-
-
 class AdapterOptimizer:
     """Megatron's optimizer of one rank's adapters. Every method is called on all ranks together."""
 
@@ -57,6 +41,7 @@ class AdapterOptimizer:
         self.model = model
         self.config = config
         dtype = model.config.params_dtype
+        # `optimizer_state` and checkpoints look into this one.
         self.megatron = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -114,50 +99,23 @@ class AdapterOptimizer:
         """Take over adapters that were written from outside: float32 masters follow the parameters."""
         self.megatron.reload_model_params()
 
-    # ---- state, for checkpoints ----
-
     @torch.no_grad()
-    def read_state(self, parameter: nn.Parameter) -> AdamState | None:
-        """The state of an adapter parameter; None before the first step. Collective over data-parallel ranks."""
-        main, state, group = self._main(parameter)
-        steps = self._steps(state, group)
-        if self._any(parameter, steps) == 0:
-            return None
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The reduced gradient of an adapter parameter, whole on this rank, float32. Collective.
 
-        def whole(part: torch.Tensor | None) -> torch.Tensor:
-            full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-            if part is not None:
-                full[self._range(parameter)] = part.detach().float().flatten()
-            if self._is_split(parameter):
-                dist.all_reduce(full, group=self._group(parameter))
-            return full.view(parameter.shape)
-
-        return AdamState(
-            whole(state.get("exp_avg")), whole(state.get("exp_avg_sq")), whole(main), self._any(parameter, steps)
-        )
-
-    @torch.no_grad()
-    def write_state(self, parameter: nn.Parameter, new: AdamState) -> None:
-        """Put a state back, also at another data-parallel size. The parameter itself follows the master."""
-        parameter.data.copy_(new.master.to(parameter.dtype))
-        main, state, group = self._main(parameter)
-        if main is None:
-            return
+        After `step` it is the clipped gradient that the step used.
+        """
         where = self._range(parameter)
-
-        def part(full: torch.Tensor) -> torch.Tensor:
-            return full.to(main.device, torch.float32).flatten()[where].view(main.shape).clone()
-
-        main.data.copy_(part(new.master))
-        state["exp_avg"], state["exp_avg_sq"] = part(new.exp_avg), part(new.exp_avg_sq)
-        if USING_PYTORCH_OPTIMIZER:
-            state["step"] = torch.tensor(float(new.steps))
-        else:
-            group["step"] = new.steps
+        full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        full[where] = parameter.main_grad.flatten()[where]  # type: ignore[attr-defined]
+        if self._is_split:
+            dist.all_reduce(full, group=self._group(parameter))
+        return full.view(parameter.shape)
 
     # ---- which part of a parameter this rank's optimizer has ----
 
-    def _is_split(self, parameter: nn.Parameter) -> bool:
+    @property
+    def _is_split(self) -> bool:
         return use_distributed_optimizer(self.model.layout)
 
     def _group(self, parameter: nn.Parameter) -> Any:
@@ -167,49 +125,23 @@ class AdapterOptimizer:
         return parallel_state.get_expert_data_parallel_group()
 
     def _part_of(self, parameter: nn.Parameter) -> Any:
-        """The distributed optimizer that has (some of) the parameter."""
-        return next(part for part in self.parts if parameter in getattr(part, "model_param_gbuf_map", {}))
+        """The distributed optimizer that has some of the parameter on this rank, or None."""
+        return next((part for part in self.parts if parameter in getattr(part, "model_param_gbuf_map", {})), None)
 
     def _range(self, parameter: nn.Parameter) -> slice:
         """Where in the flattened parameter this rank's state lies; empty if nowhere."""
-        if not self._is_split(parameter):
+        if not self._is_split:
             return slice(0, parameter.numel())
         part = self._part_of(parameter)
+        if part is None:
+            return slice(0, 0)
         buffer, dtype, bucket = part.model_param_gbuf_map[parameter]
-        ranges = part.gbuf_ranges[buffer][dtype][bucket]["param_map"].get(parameter)
-        return slice(0, 0) if ranges is None else slice(ranges["param"].start, ranges["param"].end)
+        where = part.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
+        return slice(where.start, where.end)
 
     def _owned(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
         """The part of a reduced gradient that this rank, and no other, counts."""
-        if self._is_split(parameter):
+        if self._is_split:
             return gradient.flatten()[self._range(parameter)]
         first = self._group(parameter).rank() == 0
         return gradient.flatten() if first else gradient.flatten()[:0]
-
-    def _main(self, parameter: nn.Parameter) -> tuple[torch.Tensor | None, dict[str, Any], dict[str, Any]]:
-        """(what Adam steps, its state, its parameter group) of a parameter; None if this rank has no part of it."""
-        if self._is_split(parameter):
-            part = self._part_of(parameter)
-            if parameter not in part.model_param_group_index_map or self._range(parameter) == slice(0, 0):
-                return None, {}, {}
-            group_index, place = part.model_param_group_index_map[parameter]
-            group = part.optimizer.param_groups[group_index]
-            main = group["params"][place]
-            return main, part.optimizer.state[main], group
-        main = getattr(parameter, "main_param", parameter)
-        for part in self.parts:
-            for group in part.optimizer.param_groups if part.optimizer is not None else ():
-                if any(main is candidate for candidate in group["params"]):
-                    return main, part.optimizer.state[main], group
-        raise KeyError("a trainable parameter is in no optimizer")
-
-    def _steps(self, state: dict[str, Any], group: dict[str, Any]) -> int:
-        return int(state["step"]) if "step" in state else int(group.get("step", 0)) if state else 0
-
-    def _any(self, parameter: nn.Parameter, steps: int) -> int:
-        """The greatest count of the ranks that share a parameter: one of them may have no part of it."""
-        if not self._is_split(parameter):
-            return steps
-        count = torch.tensor([steps], device=parameter.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self._group(parameter))
-        return int(count)

@@ -20,6 +20,7 @@ from rl_actors.types import TrainBatch
 
 if TYPE_CHECKING:
     from rl_actors.trainer.optimizer import AdapterOptimizer
+    from rl_actors.weight_sync.sender import WeightSender
 
 
 class MegatronWorker:
@@ -44,6 +45,7 @@ class MegatronWorker:
         self.steps = 0
         self._model: TrainerModel | None = None
         self._optimizer: AdapterOptimizer | None = None
+        self._sender: WeightSender | None = None
 
     @property
     def model(self) -> TrainerModel:
@@ -137,19 +139,13 @@ class MegatronWorker:
         perturb(self.model.adapters, seed, scale)
         self.optimizer.reload()
 
-    def export_state(self) -> tuple[dict[str, Any], int]:
-        """This rank's share of the layout-free state and the step count; see `state.export_state`. Collective."""
-        from rl_actors.trainer.state import export_state
+    def weights(self, method: str, *arguments: Any) -> Any:
+        """Call a method of this rank's `WeightSender`, which is made on first use."""
+        if self._sender is None:
+            from rl_actors.weight_sync.sender import WeightSender
 
-        tensors, _ = export_state(self.model, self.optimizer)
-        return tensors, self.steps
-
-    def import_state(self, tensors: dict[str, Any], steps: int) -> None:
-        """Put a whole layout-free state back. Collective."""
-        from rl_actors.trainer.state import import_state
-
-        import_state(self.model, self.optimizer, tensors, steps)
-        self.steps = steps
+            self._sender = WeightSender(self.model, self.config.sync.bucket_mib)
+        return getattr(self._sender, method)(*arguments)
 
     def save_state(self, directory: str) -> None:
         """Write this rank's files of a checkpoint into `directory`. Collective."""

@@ -12,12 +12,12 @@ from rl_actors.types import TrainBatch
 VOCAB = 96
 
 
-def save_tiny_model(folder: Path, arch: str, tied: bool = False, layers: int = 2) -> Path:
+def save_tiny_model(folder: Path, arch: str, tied: bool = False, layers: int = 2, vocab: int = VOCAB) -> Path:
     """Write a model of ~100k parameters. `arch` is "dense" or "moe" (4 experts, top-2)."""
     import transformers
 
     sizes = {
-        "vocab_size": VOCAB,
+        "vocab_size": vocab,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": layers,

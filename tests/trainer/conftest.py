@@ -1,0 +1,53 @@
+"""Rank processes shared by all trainer tests, and configurations of tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_process import RankProcesses
+from tiny_models import save_tiny_model
+
+from rl_actors.config import RunConfig
+
+
+@pytest.fixture(scope="session")
+def rank_processes() -> Iterator[RankProcesses]:
+    """Four processes; each test runs on as many as its layout has ranks."""
+    ranks = RankProcesses(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`tiny_config(model, **sections)`: a run configuration in float32. Models: dense, tied, odd, moe, moe_tied."""
+    folders: dict[str, Path] = {}
+    models: dict[str, dict[str, Any]] = {
+        "dense": {"arch": "dense"},
+        "tied": {"arch": "dense", "tied": True},
+        "odd": {"arch": "dense", "vocab": 97},
+        "moe": {"arch": "moe"},
+        "moe_tied": {"arch": "moe", "tied": True},
+    }
+
+    def make(model: str, **sections: dict[str, Any]) -> RunConfig:
+        if model not in folders:
+            folders[model] = save_tiny_model(tmp_path_factory.mktemp(model), **models[model])
+        tree: dict[str, Any] = {
+            "run_dir": "unused",
+            "data": {"train": "unused"},
+            "model": {"path": str(folders[model]), "dtype": "float32"},
+            "lora": {"rank": 4, "alpha": 8},
+            "trainer": {"micro_batch_tokens": 64, "optimizer": {"lr": 0.01, "clip_grad": 0.05}},
+            "rollout": {"temperature": 0.7},
+            "algorithm": {"kl_coef": 0.1},
+            "timeouts": {"step_s": 90},
+        }
+        for name, values in sections.items():
+            tree[name] = {**tree.get(name, {}), **values}
+        return RunConfig.model_validate(tree)
+
+    return make
