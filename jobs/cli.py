@@ -56,10 +56,10 @@ def read_recipe(path: str, overrides: Sequence[str]) -> RunConfig:
 def _made(path: str) -> str:
     if not path.startswith(TINY):
         return path
-    from jobs.make_tiny_model import cached_tiny_model
+    from jobs.tiny_model.cache import cached_tiny_model
 
     arch, _, rest = path.removeprefix(TINY).partition("/")
-    if arch not in ("moe", "dense"):
+    if arch != "moe" and arch != "dense":
         raise ConfigError(f"{path} names no small model: use {TINY}moe or {TINY}dense")
     folder = cached_tiny_model(arch)
     return str(folder / rest if rest else folder)

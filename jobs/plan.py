@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from jobs.cli import read_recipe, recipe_parser, run
 from placement.memory import estimate_memory
+from placement.plan import Device
 from rl_actors.driver.plan_run import plan_run
 from rl_actors.preflight import check_model, with_absolute_paths
 
@@ -17,7 +18,7 @@ def main() -> int:
     arguments = parser.parse_args()
     config = with_absolute_paths(read_recipe(arguments.config, arguments.overrides))
     shape, _, _ = check_model(config)
-    device = "cpu" if config.placement.device == "cpu" else "gpu"
+    device: Device = "cpu" if config.placement.device == "cpu" else "gpu"
     print(f"{config.model.path}: {shape.parameters / 1e9:.2f}B parameters\n")
     print(plan_run(config, device).describe())
     if device == "cpu":

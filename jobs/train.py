@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from jobs.cli import connect, read_recipe, recipe_parser, run
@@ -86,8 +85,9 @@ def stream_events(prepared: Prepared) -> Iterator[Any]:
     from rl_actors.driver.driver import Driver
 
     config = prepared.config
-    remote: Any = ray.remote(num_cpus=0, name=f"{Path(config.run_dir).name}/driver")(Driver)
-    driver = remote.remote(config, ray.put(prepared.train_prompts), ray.put(prepared.eval_prompts))
+    remote: Any = ray.remote(num_cpus=0)(Driver)
+    named = remote.options(name=f"{config.run_path.name}/driver")
+    driver = named.remote(config, ray.put(prepared.train_prompts), ray.put(prepared.eval_prompts))
     events = driver.run.options(num_returns="streaming").remote()
     bound_s = _longest_silence_s(config)
     try:

@@ -80,7 +80,7 @@ class TrainerConfig(Section):
     ep: PositiveInt = 1
     """Expert parallel ranks; they are the same ranks as TP and DP, so ep=2 with tp=1 makes two data parallel halves."""
     replicas: PositiveInt = 1
-    """Rank groups: whole copies of the model, each max(tp x cp, ep) x pp ranks."""
+    """Rank groups: whole copies of the model, each pp x (least common multiple of tp x cp and ep) ranks."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: "full" keeps only block inputs; "selective" recomputes attention."""
     micro_batch_tokens: PositiveInt = 8192

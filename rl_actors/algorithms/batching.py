@@ -84,7 +84,7 @@ def _checked_rewards(group: TrajectoryGroup) -> torch.Tensor:
         tokens, logprobs = len(answer.token_ids), len(answer.logprobs)
         if not 1 <= tokens == logprobs:
             raise ValueError(f"prompt {group.prompt.id}: an answer of {tokens} tokens has {logprobs} logprobs")
-    return torch.as_tensor(np.asarray(group.rewards, dtype=np.float32))
+    return torch.from_numpy(np.array(group.rewards, dtype=np.float32))
 
 
 def _flatten(groups: list[TrajectoryGroup], rewards: list[torch.Tensor], config: AlgorithmConfig) -> TrainBatch:

@@ -5,8 +5,9 @@ group; `run` takes the groups of one step after another, updates, and publishes 
 the `GroupQueue`. With max_staleness 0 no prompt of a later step is admitted before the update is published, which is
 plain synchronous training.
 
-A lost engine is started again and brought to the present version with the next sync; a lost trainer rank ends the run,
-which goes on from its newest checkpoint when it is submitted again.
+A lost engine is started again and brought to the present version: with the next sync while other engines sample on,
+at once when it was the last. A lost trainer rank ends the run, which goes on from its newest checkpoint when it is
+submitted again.
 """
 
 from __future__ import annotations
@@ -25,21 +26,23 @@ import numpy as np
 from rl_actors.algorithms.batching import make_train_batch, split_batch
 from rl_actors.config import RunConfig
 from rl_actors.config_file import dump_config
-from rl_actors.data.sampler import PromptSampler
+from rl_actors.data.order import PromptOrder
 from rl_actors.driver.checkpoint_store import CheckpointStore
 from rl_actors.driver.group_queue import GroupQueue
 from rl_actors.driver.pools import Pools
 from rl_actors.driver.records import step_record
-from rl_actors.errors import SyncError
+from rl_actors.errors import ActorDiedError, SyncError
 from rl_actors.rollout.samples import Sampling
 from rl_actors.tracking.records import EvalRecord, StepRecord
 from rl_actors.tracking.tracker import Tracker
-from rl_actors.types import Prompt, TrainBatch, TrajectoryGroup
+from rl_actors.types import Prompt, TrainBatch, Trajectory, TrajectoryGroup
 from rl_actors.weight_sync.sync import SyncReport
 
 logger = logging.getLogger(__name__)
 
 SYNC_ATTEMPTS = 3
+ENGINE_LIVES = 3
+"""How often a prompt is sampled again because no engine was left."""
 DRIVER_STATE = "driver.json"
 
 
@@ -69,21 +72,23 @@ class TrainingLoop:
         self._store = store
         self._prompts = prompts
         self._eval_prompts = eval_prompts
-        self._sampler = PromptSampler(len(prompts), config.seed, config.data.shuffle)
+        self._order = PromptOrder(len(prompts), config.seed, config.data.shuffle)
+        # Held from the start of an update until its weights are published: nobody else may send weights meanwhile.
+        self._weights = asyncio.Lock()
 
     async def run(self, checkpoint: Path | None) -> AsyncIterator[StepRecord | EvalRecord]:
         """Train, from a checkpoint or from the base model; yields every record once it is on disk."""
         steps, pipeline = self._config.pipeline.steps, self._config.pipeline
         version = await self._begin(checkpoint)
-        if version == 0 and self._eval_prompts:
-            yield await self._evaluate(0)
         queue = GroupQueue(pipeline.prompts_per_step, pipeline.max_staleness, version)
+        if version == 0 and self._eval_prompts:
+            yield await self._evaluate(queue)
         producer = asyncio.create_task(self._produce(queue))
         try:
             for step in range(version + 1, steps + 1):
                 yield await self._step(step, queue)
                 if self._eval_prompts and (step == steps or _due(step, self._config.evaluation.every_steps)):
-                    yield await self._evaluate(step)
+                    yield await self._evaluate(queue)
                 if step == steps or _due(step, self._config.checkpoint.every_steps):
                     await self._save(step)
         finally:
@@ -118,14 +123,33 @@ class TrainingLoop:
 
     async def _make_group(self, number: int, queue: GroupQueue) -> None:
         step = number // self._config.pipeline.prompts_per_step + 1
-        prompt = self._prompts[self._sampler.index(number)]
-        seed = _seed(self._config.seed, number)
+        prompt = self._prompts[self._order.index(number)]
         samples = self._config.pipeline.samples_per_prompt
         with self._tracker.span("rollout", step, "rollout"):
-            trajectories = await self._pools.rollout.generate(prompt, samples, seed)
+            trajectories = await self._sample(prompt, samples, _seed(self._config.seed, number), None, queue)
         with self._tracker.span("reward", step, "reward"):
             rewards = await self._pools.reward.score(prompt, trajectories)
         await queue.put(number, TrajectoryGroup(prompt, tuple(trajectories), rewards))
+
+    async def _sample(
+        self, prompt: Prompt, samples: int, seed: int, sampling: Sampling | None, queue: GroupQueue
+    ) -> list[Trajectory]:
+        """Answers to one prompt, also if the last engine dies meanwhile."""
+        for _ in range(ENGINE_LIVES):
+            try:
+                return await self._pools.rollout.generate(prompt, samples, seed, sampling)
+            except ActorDiedError as error:
+                logger.warning("%s", error)
+                await self._revive_engines(queue)
+        return await self._pools.rollout.generate(prompt, samples, seed, sampling)
+
+    async def _revive_engines(self, queue: GroupQueue) -> None:
+        """Start dead engines again, at the published version. Many prompts may ask at once; the first one does it."""
+        async with self._weights:
+            if await self._pools.rollout.restart_dead():
+                self._tracker.instant("engines restarted", version=queue.version)
+                self._pools.sync.invalidate()
+                await self._publish(queue.version)
 
     # ---- logprob, update, sync ----
 
@@ -135,14 +159,15 @@ class TrainingLoop:
             groups = await queue.take()
         batch, stats = make_train_batch(groups, config.algorithm)
         metrics: Mapping[str, float] = {}
-        if batch is not None:
-            batch = await self._with_logprobs(step, batch)
-            with tracker.span("update", step, "trainer"):
-                parts = split_batch(batch, config.algorithm.updates_per_batch, config.algorithm)
-                metrics = _mean([await self._pools.trainer.aupdate(part) for part in parts])
-        with tracker.span("sync", step, "sync"):
-            report = await self._publish(step)
-        await queue.advance(step)
+        async with self._weights:
+            if batch is not None:
+                batch = await self._with_logprobs(step, batch)
+                with tracker.span("update", step, "trainer"):
+                    parts = split_batch(batch, config.algorithm.updates_per_batch, config.algorithm)
+                    metrics = _mean([await self._pools.trainer.aupdate(part) for part in parts])
+            with tracker.span("sync", step, "sync"):
+                report = await self._publish(step)
+            await queue.advance(step)
         engine = await self._pools.rollout.stats()
         return tracker.step(step_record(step, groups, stats, batch, metrics, report, queue.depth, engine))
 
@@ -166,27 +191,27 @@ class TrainingLoop:
                     raise
                 logger.warning("%s; trying again (%d of %d)", error, attempt + 1, SYNC_ATTEMPTS)
                 self._tracker.instant("sync failed", version=version, error=str(error))
-                await self._pools.trainer.aping()
+                await self._pools.trainer.actors.acall("ping", timeout_s=self._config.timeouts.sync_s, control=True)
                 await self._pools.rollout.restart_dead()
                 self._pools.sync.invalidate()
         raise AssertionError("unreachable")
 
     # ---- evaluation and checkpoints ----
 
-    async def _evaluate(self, step: int) -> EvalRecord:
+    async def _evaluate(self, queue: GroupQueue) -> EvalRecord:
         """Mean reward of the held-out prompts at the present version."""
         settings = self._config.evaluation
         sampling = Sampling.for_training(self._config.rollout).with_temperature(settings.temperature)
 
         async def score(number: int, prompt: Prompt) -> np.ndarray:
             seed = _seed(self._config.seed, -1 - number)
-            trajectories = await self._pools.rollout.generate(prompt, settings.samples, seed, sampling)
+            trajectories = await self._sample(prompt, settings.samples, seed, sampling, queue)
             return await self._pools.reward.score(prompt, trajectories)
 
-        with self._tracker.span("evaluation", step, "driver"):
+        with self._tracker.span("evaluation", queue.version, "driver"):
             async with asyncio.TaskGroup() as tasks:
                 scores = [tasks.create_task(score(*pair)) for pair in enumerate(self._eval_prompts)]
-        return self._tracker.evaluation(step, float(np.mean([task.result() for task in scores])))
+        return self._tracker.evaluation(queue.version, float(np.mean([task.result() for task in scores])))
 
     async def _save(self, step: int) -> None:
         """Write a checkpoint, whole or not at all."""
