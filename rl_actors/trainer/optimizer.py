@@ -1,4 +1,4 @@
-"""Megatron's Adam over the adapters: learning rate, gradients and their norms, clipping.
+"""Megatron's Adam over the adapters: gradients and their norms, clipping, steps.
 
 Megatron makes one optimizer for dense and one for expert parameters, and with data parallelism splits each parameter
 over ranks (its state is read by `optimizer_state`). Invariant: norms count every element of every adapter once,
@@ -7,7 +7,6 @@ whatever the layout, so clipping scales all layouts by the same number.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import Any
 
@@ -20,18 +19,6 @@ from torch import nn
 
 from rl_actors.config import OptimizerConfig
 from rl_actors.trainer.model import TrainerModel, use_distributed_optimizer
-
-
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine down to `min_lr`."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    span = max(1, total_steps - config.warmup_steps)
-    done = min(1.0, (step - config.warmup_steps) / span)
-    share = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return config.min_lr + (config.lr - config.min_lr) * share
 
 
 class AdapterOptimizer:

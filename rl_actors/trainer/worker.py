@@ -15,6 +15,7 @@ import numpy as np
 
 from placement.layout import MegatronLayout
 from rl_actors.config import RunConfig
+from rl_actors.trainer.learning_rate import learning_rate
 from rl_actors.trainer.model import Device, TrainerModel, build_model, init_distributed, prepare_process
 from rl_actors.types import TrainBatch
 
@@ -110,7 +111,6 @@ class MegatronWorker:
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step; see `update.update` for metrics and errors."""
-        from rl_actors.trainer.optimizer import learning_rate
         from rl_actors.trainer.update import update
 
         config = self.config

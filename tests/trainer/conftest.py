@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_process import RankProcesses
-from tiny_models import save_tiny_model
 
 from rl_actors.config import RunConfig
+
+# Helpers beside the tests go by their plain names, in rank processes too.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rank_process import RankProcesses
+from tiny_models import save_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -33,21 +38,21 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "moe_tied": {"arch": "moe", "tied": True},
     }
 
-    def make(model: str, **sections: dict[str, Any]) -> RunConfig:
-        if model not in folders:
-            folders[model] = save_tiny_model(tmp_path_factory.mktemp(model), **models[model])
+    def make(name: str, /, **sections: dict[str, Any]) -> RunConfig:
+        if name not in folders:
+            folders[name] = save_tiny_model(tmp_path_factory.mktemp(name), **models[name])
         tree: dict[str, Any] = {
             "run_dir": "unused",
             "data": {"train": "unused"},
-            "model": {"path": str(folders[model]), "dtype": "float32"},
+            "model": {"path": str(folders[name]), "dtype": "float32"},
             "lora": {"rank": 4, "alpha": 8},
             "trainer": {"micro_batch_tokens": 64, "optimizer": {"lr": 0.01, "clip_grad": 0.05}},
             "rollout": {"temperature": 0.7},
             "algorithm": {"kl_coef": 0.1},
             "timeouts": {"step_s": 90},
         }
-        for name, values in sections.items():
-            tree[name] = {**tree.get(name, {}), **values}
+        for section, values in sections.items():
+            tree[section] = {**tree.get(section, {}), **values}
         return RunConfig.model_validate(tree)
 
     return make

@@ -1,7 +1,8 @@
 """A few processes that stand for ranks of any layout, one after the other.
 
-Importing Megatron costs 20-30 s, so a fork server imports it once and every rank process is forked from that. A task is
-a module-level function `task(worker, ...)`; the pool runs it on the ranks of a layout, with Megatron's groups made anew.
+Importing Megatron costs 20-30 s, so a fork server imports it once and every rank process is forked from that. A task
+is a module-level function `task(worker, ...)`; the pool runs it on the ranks of a layout, with Megatron's groups made
+anew.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rl_actors.config import RunConfig
 PRELOAD = "trainer_preload"
 
 
-class RankFailed(AssertionError):
+class RankFailed(AssertionError):  # noqa: N818
     """A task raised on a rank."""
 
 
@@ -82,7 +83,7 @@ def _serve(rank: int, pipe: Any) -> None:
             worker = MegatronWorker(rank, config, layout, "cpu")
             worker.start("127.0.0.1", port)
             pipe.send(("value", task(worker, *args)))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # told to the test
             pipe.send(("error", f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
         finally:
             from megatron.core import parallel_state
@@ -95,5 +96,3 @@ def _serve(rank: int, pipe: Any) -> None:
 def with_layout(config: RunConfig, **changes: Any) -> RunConfig:
     """The config with other trainer settings, such as tp=2."""
     return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
-
-
