@@ -55,8 +55,8 @@ class _Entry:
     def b(self, reader: ShardReader) -> torch.Tensor:
         if self.linear:
             return self.linear.of(reader.full(str(self.adapters[0]), "B"))
-        stacked = torch.stack([self._of_expert(reader, name, "B") for name in self.adapters], dim=-1)
-        return stacked.reshape(self.b_shape)
+        stacked = torch.stack([self._of_expert(reader, name, "B") for name in self.adapters])
+        return stacked.view(len(self.adapters), -1).t().reshape(self.b_shape)
 
     def _of_expert(self, reader: ShardReader, name: str | None, part: Any) -> torch.Tensor:
         if name is not None:
