@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class AdapterShard:
         a, b: the adapter's shards as trained (views of the parameters, which may hold several experts).
         a_parameter, b_parameter: the parameters behind them.
         index: where a and b lie in parameters that hold several experts; None if they are the parameters.
+        shared: all local experts have this same adapter (`share_expert_adapters`).
         a_slice, b_slice: where they lie in the full A [rank, in] and B [out, rank].
         base_slice: where `base` lies in the full weight [out, in].
         scale: alpha / rank.
@@ -64,6 +65,7 @@ class AdapterShard:
     scale: float
     group: Any = field(repr=False)
     index: int | None = None
+    shared: bool = False
 
     def of_parameter(self, tensor: torch.Tensor) -> torch.Tensor:
         """This adapter's part of something shaped like `a_parameter` or `b_parameter`."""
@@ -98,10 +100,11 @@ def find_adapters(chunks: list[nn.Module]) -> list[AdapterShard]:
     return [shard for chunk in chunks for shard in _adapters_of(_unwrapped(chunk))]
 
 
-def _unwrapped(chunk: nn.Module) -> nn.Module:
+def _unwrapped(chunk: Any) -> nn.Module:
     while hasattr(chunk, "module"):
         chunk = chunk.module
-    return chunk
+    unwrapped: nn.Module = chunk
+    return unwrapped
 
 
 def _adapters_of(model: nn.Module) -> Iterator[AdapterShard]:
@@ -136,7 +139,8 @@ def _shards(path: str, name: str, layer: int, wrapper: AdapterWrapper) -> Iterat
         base_path = f"{path}.to_wrap.{weight_name}"
         place = index if a.dim() == 3 else None
         own_a, own_b = (a, b) if place is None else (a[place], b[place])
-        yield _shard(expert_name, layer, first + index, wrapper, base, base_path, own_a, own_b, place)
+        shard = _shard(expert_name, layer, first + index, wrapper, base, base_path, own_a, own_b, place)
+        yield replace(shard, shared=place is None)
 
 
 def _local_experts(wrapper: AdapterWrapper) -> int:

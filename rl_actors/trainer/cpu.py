@@ -155,7 +155,7 @@ def _cuda_literals_on_cpu() -> None:
             return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
         return original_type(self, dtype, **kwargs)
 
-    torch.Tensor.cuda = cuda  # type: ignore[method-assign]
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign, assignment]
     torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
 
 

@@ -144,7 +144,7 @@ def initialize(adapters: list[AdapterShard], config: LoraConfig, seed: int) -> N
         else:
             nn.init.normal_(full, std=0.2, generator=generator)  # Bridge's "normal"
 
-    for adapter in adapters:
+    for adapter in _distinct(adapters):
         write(adapter.a, adapter.a_slice, _seeded(adapter, "A", seed, fill))
         adapter.b.detach().zero_()
 
@@ -155,17 +155,28 @@ def perturb(adapters: list[AdapterShard], seed: int, scale: float) -> None:
     def fill(full: torch.Tensor, generator: torch.Generator) -> None:
         nn.init.normal_(full, std=scale, generator=generator)
 
-    for adapter in adapters:
+    for adapter in _distinct(adapters):
         for part, shard, where in (("A", adapter.a, adapter.a_slice), ("B", adapter.b, adapter.b_slice)):
             noise = where.of(_seeded(adapter, part, seed, fill))
             shard.detach().add_(noise.to(shard.device, shard.dtype))
+
+
+def _distinct(adapters: list[AdapterShard]) -> Iterator[AdapterShard]:
+    """Each adapter once: with `share_expert_adapters` all experts of a rank have the same one."""
+    seen: set[int] = set()
+    for adapter in adapters:
+        if adapter.shared and id(adapter.a_parameter) in seen:
+            continue
+        seen.add(id(adapter.a_parameter))
+        yield adapter
 
 
 def _seeded(
     adapter: AdapterShard, part: str, seed: int, fill: Callable[[torch.Tensor, torch.Generator], None]
 ) -> torch.Tensor:
     """A full tensor in float32 on CPU whose values depend on seed, name and part only."""
-    digest = hashlib.sha256(f"{seed}:{adapter.name}:{part}".encode()).digest()
+    name = re.sub(r"\.experts\.\d+\.", ".experts.", adapter.name) if adapter.shared else adapter.name
+    digest = hashlib.sha256(f"{seed}:{name}:{part}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     full = torch.empty(full_shapes(adapter)[0 if part == "A" else 1], dtype=torch.float32)
     fill(full, generator)

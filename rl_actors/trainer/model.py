@@ -140,6 +140,10 @@ def _check_support(layout: MegatronLayout, lora: LoraConfig, device: Device) -> 
         raise ConfigError(
             f"lora.rank = {lora.rank} is not a multiple of trainer.tp = {layout.tp}: adapters are split over TP ranks"
         )
+    if device == "cpu" and lora.share_expert_adapters:
+        raise ConfigError(
+            "lora.share_expert_adapters needs GPUs: on CPU each expert is a module with its own adapter; leave it off"
+        )
     if device == "cpu" and layout.cp > 1:
         raise ConfigError(
             f"trainer.cp = {layout.cp} needs GPUs: Megatron's attention for CPU has no context parallelism; "

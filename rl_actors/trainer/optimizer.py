@@ -7,7 +7,6 @@ whatever the layout, so clipping scales all layouts by the same number.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -64,10 +63,12 @@ class AdapterOptimizer:
 
         Of a gradient that several ranks hold, one counts it.
         """
-        squares: dict[str, float] = defaultdict(float)
+        squares: dict[str, torch.Tensor] = {}
         for parameter, kind in self.kinds.items():
-            squares[kind] += float(self._owned(parameter, parameter.main_grad).double().square().sum())  # type: ignore[attr-defined]
-        return dict(squares)
+            gradient = self._owned(parameter, parameter.main_grad)  # type: ignore[attr-defined]
+            square = gradient.double().square().sum()
+            squares[kind] = squares[kind] + square if kind in squares else square
+        return {kind: float(square) for kind, square in squares.items()}
 
     def clip(self, norm: float) -> None:
         """Scale all gradients so that their global norm is at most `clip_grad` (0 turns clipping off)."""

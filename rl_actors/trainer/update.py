@@ -118,20 +118,19 @@ def update(
 
 def _policy_score(algorithm: AlgorithmConfig) -> Score:
     def score(micro_batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Outcome]:
-        def own(values: np.ndarray | None) -> torch.Tensor | None:
-            if values is None:
-                return None
+        def own(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(values[micro_batch.responses])).to(logprobs.device)
 
         batch = micro_batch.batch
         weights = own(batch.loss_weights)
+        assert batch.old_logprobs is not None  # `update` has looked
         loss, metrics = policy_loss(
             logprobs,
             own(batch.old_logprobs),
             own(batch.sampler_logprobs),
             own(batch.advantages),
             weights,
-            own(batch.ref_logprobs),
+            None if batch.ref_logprobs is None else own(batch.ref_logprobs),
             algorithm,
         )
         kept = {name: _detached(value) for name, value in metrics.items()}

@@ -124,3 +124,31 @@ def vocab_parallel(worker: MegatronWorker, logits: np.ndarray, targets: np.ndarr
     logprobs, entropy = token_logprobs(local, torch.from_numpy(targets), 0.7, vocab, group)
     (logprobs * torch.arange(1.0, len(targets) + 1)).sum().backward()
     return {"logprobs": logprobs.detach().numpy(), "entropy": entropy.numpy(), "gradient": local.grad.numpy()}
+
+
+def look_at_stand_ins(worker: MegatronWorker) -> dict[str, Any]:
+    """What `rl_actors.trainer.cpu` makes of this process."""
+    import sys
+
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from rl_actors.trainer import cpu
+
+    zeros = torch.zeros
+    cpu.install()
+    with torch.device("meta"):
+        context = torch.zeros(2).device.type
+    torch.manual_seed(1)
+    undisturbed = torch.rand(3).tolist()
+    torch.manual_seed(1)
+    with get_cuda_rng_tracker().fork():
+        forked = torch.rand(3).tolist()
+    return {
+        "literal": torch.zeros(2, device="cuda").cuda().device.type,
+        "type": torch.zeros(2).type(),
+        "context": context,
+        "idempotent": torch.zeros is zeros,
+        "forked": forked,
+        "undisturbed": torch.rand(3).tolist() == undisturbed,
+        "hidden": [name for name in ("vllm", "flashinfer") if name in sys.modules and sys.modules[name] is None],
+    }

@@ -9,5 +9,5 @@ from rl_actors.trainer import cpu  # noqa: E402
 cpu.install()
 
 import rl_actors.trainer.lora  # noqa: E402
-import rl_actors.trainer.peft_adapter  # noqa: E402, F401
+import rl_actors.trainer.peft_adapter  # noqa: E402
 import rl_actors.trainer.update  # noqa: E402, F401
