@@ -114,7 +114,8 @@ class MegatronLayout:
 
     def group_ranks(self, replica: int) -> list[int]:
         """The global ranks of one rank group, ascending."""
-        return [rank for rank in range(self.world_size) if self.rank_group(rank) == replica]
+        stage, first = self.world_size // self.pp, replica * self.stage_size
+        return [pp * stage + first + rank for pp in range(self.pp) for rank in range(self.stage_size)]
 
     def check_model(self, model: ModelShape) -> None:
         """Refuse a layout that cannot cut the model.

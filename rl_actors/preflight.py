@@ -45,7 +45,7 @@ def prepare(config: RunConfig) -> Prepared:
     """
     config = with_absolute_paths(config)
     shape, layout, engines = check_model(config)
-    resolve(config.reward.function)
+    resolve(config.reward.function, config.reward.kwargs)
     tokenizer = load_tokenizer(config.model.path)
     train = load_prompts(config.data, tokenizer, "train", _prompt_limit(config))
     held_out = load_prompts(config.data, tokenizer, "eval", _prompt_limit(config)) if config.data.eval else []
@@ -61,6 +61,9 @@ def check_model(config: RunConfig) -> tuple[ModelShape, MegatronLayout, EngineLa
             "(config.json, safetensors, tokenizer.json), or tiny:moe or tiny:dense"
         )
     shape = ModelShape.from_folder(folder)
+    for pattern in ("*.safetensors", "tokenizer.json"):
+        if not any(folder.glob(pattern)):
+            raise ConfigError(f"model.path {folder} holds no {pattern}: give the folder of a whole Hugging Face model")
     layout, engines = MegatronLayout.from_config(config.trainer), EngineLayout.from_config(config.rollout)
     layout.check_model(shape)
     engines.check_model(shape)

@@ -126,7 +126,7 @@ class TrainingLoop:
         prompt = self._prompts[self._order.index(number)]
         samples = self._config.pipeline.samples_per_prompt
         with self._tracker.span("rollout", step, "rollout"):
-            trajectories = await self._sample(prompt, samples, _seed(self._config.seed, number), None, queue)
+            trajectories = await self._sample(prompt, samples, group_seed(self._config.seed, number), None, queue)
         with self._tracker.span("reward", step, "reward"):
             rewards = await self._pools.reward.score(prompt, trajectories)
         await queue.put(number, TrajectoryGroup(prompt, tuple(trajectories), rewards))
@@ -204,7 +204,7 @@ class TrainingLoop:
         sampling = Sampling.for_training(self._config.rollout).with_temperature(settings.temperature)
 
         async def score(number: int, prompt: Prompt) -> np.ndarray:
-            seed = _seed(self._config.seed, -1 - number)
+            seed = group_seed(self._config.seed, -1 - number)
             trajectories = await self._sample(prompt, settings.samples, seed, sampling, queue)
             return await self._pools.reward.score(prompt, trajectories)
 
@@ -229,7 +229,7 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _seed(run_seed: int, number: int) -> int:
+def group_seed(run_seed: int, number: int) -> int:
     """The sampling seed of one group: another one for each, and the same in a resumed run."""
     digest = hashlib.blake2b(f"{run_seed}/{number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1

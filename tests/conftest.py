@@ -1,0 +1,27 @@
+"""What tests of several folders share: the small model with its data, made once for the session."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _children_find_the_repository() -> None:
+    """Actors and subprocesses started from tests import the project from here."""
+    if str(REPOSITORY) not in sys.path:
+        sys.path.insert(0, str(REPOSITORY))
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a barely trained Qwen3-MoE with its tokenizer, train.jsonl and eval.jsonl."""
+    from jobs.make_tiny_model import TinyModelSettings, make_tiny_model
+
+    folder = tmp_path_factory.mktemp("models") / "tiny moe"
+    make_tiny_model(folder, TinyModelSettings(arch="moe", steps=30, train_prompts=64, eval_prompts=16), progress=False)
+    return folder

@@ -1,0 +1,99 @@
+"""The pipeline on real pools: what it computes is what a plain loop computes, and it really overlaps."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from length_reward import shorter_is_better
+from live_pools import STEPS, LivePools, make_config
+
+from rl_actors.algorithms.batching import make_train_batch
+from rl_actors.config import RunConfig
+from rl_actors.data.order import PromptOrder
+from rl_actors.driver.checkpoint_store import CheckpointStore
+from rl_actors.driver.training_loop import TrainingLoop, group_seed
+from rl_actors.tracking.records import StepRecord, read_metrics
+from rl_actors.tracking.trace import overlaps, read_trace
+from rl_actors.tracking.tracker import Tracker
+from rl_actors.types import TrajectoryGroup
+
+TOLERANCE = 1e-6
+
+
+async def train(live: LivePools, config: RunConfig, checkpoint: Path | None = None) -> list[StepRecord]:
+    """The training loop as the driver actor runs it, on the shared pools."""
+    store = CheckpointStore(config.run_path / "checkpoints", config.checkpoint.keep_last)
+    tracker = Tracker(config, config.run_path, store.step_of(checkpoint) if checkpoint else None)
+    loop = TrainingLoop(config, live.pools, tracker, store, live.prepared.train_prompts, [])
+    records = [record async for record in loop.run(checkpoint) if isinstance(record, StepRecord)]
+    tracker.finish()
+    return records
+
+
+async def plain_loop(live: LivePools) -> list[float]:
+    """Synchronous training without any pipeline: one prompt after the other, one stage after the other."""
+    config, pools, prompts = live.prepared.config, live.pools, live.prepared.train_prompts
+    size, samples = config.pipeline.prompts_per_step, config.pipeline.samples_per_prompt
+    order = PromptOrder(len(prompts), config.seed, config.data.shuffle)
+    losses = []
+    for step in range(STEPS):
+        groups = []
+        for number in range(step * size, (step + 1) * size):
+            prompt = prompts[order.index(number)]
+            answers = await pools.rollout.generate(prompt, samples, group_seed(config.seed, number))
+            rewards = np.array([shorter_is_better(prompt, answer.text) for answer in answers], dtype=np.float32)
+            groups.append(TrajectoryGroup(prompt, tuple(answers), rewards))
+        batch, _ = make_train_batch(groups, config.algorithm)
+        assert batch is not None
+        batch = replace(batch, old_logprobs=await pools.trainer.acompute_logprobs(batch))
+        losses.append((await pools.trainer.aupdate(batch))["loss"])
+        await pools.sync.run(step + 1)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def unbroken(live: LivePools) -> list[float]:
+    """Losses of synchronous training through the pipeline; its checkpoints stay in the run folder."""
+    live.reset()
+    return [record.loss for record in live.run(train(live, live.prepared.config))]
+
+
+def test_staleness_0_is_a_plain_loop(live: LivePools, unbroken: list[float]) -> None:
+    live.reset()
+    plain = live.run(plain_loop(live))
+    assert len(unbroken) == STEPS and any(abs(loss) > 1e-4 for loss in unbroken)
+    np.testing.assert_allclose(unbroken, plain, rtol=0, atol=TOLERANCE)
+    assert all(record.staleness_max == 0 for record in read_metrics(live.prepared.config.run_path).steps)
+
+
+def test_resume_goes_on_as_if_unbroken(live: LivePools, unbroken: list[float], tmp_path: Path) -> None:
+    """From a checkpoint in the middle; the trainer's memory holds something else when it is loaded."""
+    live.reset()
+    middle = live.prepared.config.run_path / "checkpoints" / "step-000002"
+    config = live.prepared.config.model_copy(update={"run_dir": str(tmp_path)})
+    records = live.run(train(live, config, middle))
+    assert [record.step for record in records] == [3, 4]
+    np.testing.assert_allclose([record.loss for record in records], unbroken[2:], rtol=0, atol=TOLERANCE)
+
+
+def test_rollout_goes_on_during_a_slow_update(live: LivePools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    live.reset()
+    # Many answers a prompt, so that a rollout takes longer than the logprob stage before the update.
+    pipeline = {"max_staleness": 2, "samples_per_prompt": 96}
+    config = make_config(Path(live.prepared.config.model.path), tmp_path, pipeline=pipeline)
+    update = live.pools.trainer.aupdate
+
+    async def slow_update(batch):
+        await asyncio.sleep(1.5)
+        return await update(batch)
+
+    monkeypatch.setattr(live.pools.trainer, "aupdate", slow_update)
+    records = live.run(train(live, config))
+    spans = read_trace(tmp_path)
+    assert overlaps(spans, "rollout", "update") > 0.05
+    assert max(record.staleness_max for record in records) in (1, 2)
+    assert all(record.dropped_stale == 0 for record in records)
