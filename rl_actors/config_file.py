@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,20 @@ from pydantic import BaseModel, ValidationError
 
 from rl_actors.config import RunConfig
 from rl_actors.errors import ConfigError
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML as people mean it, which is 1.2: `off` is a word and 1e-4 is a number (PyYAML 6 reads 1.1)."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own class attribute
+        first: [pair for pair in pairs if first not in "yYnNoO" or pair[0] != "tag:yaml.org,2002:bool"]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
@@ -23,7 +38,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     if not path.is_file():
         raise ConfigError(f"configuration {path} is not a file: give a recipe such as jobs/configs/quickstart.yaml")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Yaml) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration {path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
@@ -54,22 +69,14 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise ConfigError(f"override {override!r} is not of the form section.key=value, such as trainer.ep=2")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Yaml)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
     for depth, key in enumerate(keys[:-1], start=1):
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"override {override!r}: {'.'.join(keys[:depth])} is a value, not a section")
-    # YAML reads 1e-4 as a string (it wants 1.0e-4); a number is meant.
-    tree[keys[-1]] = _number_or(value) if isinstance(value, str) else value
-
-
-def _number_or(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    tree[keys[-1]] = value
 
 
 def _explain(fault: Any, source: str) -> str:
