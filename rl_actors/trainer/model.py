@@ -9,7 +9,9 @@ sees the model, and step 0 equals the base.
 from __future__ import annotations
 
 import datetime
+import logging
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,11 +55,19 @@ class TrainerModel:
 
 def prepare_process(device: Device, threads: int = 1) -> None:
     """Before anything imports Megatron: on CPU its stand-ins, and torch's thread count."""
+    _quieten()
     if device == "cpu":
         from rl_actors.trainer import cpu
 
         torch.set_num_threads(threads)
         cpu.install()
+
+
+def _quieten() -> None:
+    """Bridge logs a traceback for each optional package it does not find; Megatron warns of each fusion that is off."""
+    logging.getLogger("megatron.bridge.utils.import_utils").addFilter(lambda record: record.levelno >= logging.ERROR)
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\.")
 
 
 def init_distributed(
