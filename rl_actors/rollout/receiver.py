@@ -76,6 +76,7 @@ class WeightReceiver:
             adapted=[piece for one in modules for piece in one.pieces],
             fixed=[piece for one in modules if one.readable for piece in one.pieces],
             dtype=self._dtype,
+            device=self._device.type,
             unread=[f"{one.name}.{name}" for one in modules if not one.readable for name in one.shapes],
         )
 
@@ -85,6 +86,7 @@ class WeightReceiver:
         """Enter the group. Returns for each kind of module that will be written whether it is written directly."""
         self._incoming = incoming
         ways = self._choose_ways()
+        self.leave()
         self._group = join_group(group_name, rank, world_size, self._device.type, timeout_s)
         return ways
 

@@ -29,12 +29,14 @@ class Holdings:
         adapted: of the parameters that a sync sends (trainer) or may receive (engine: all).
         fixed: of all other parameters whose values can be read, for the check at the start.
         dtype: of the weights.
+        device: "cpu" or "cuda", where they are.
         unread: names of parameters that cannot be compared.
     """
 
     adapted: list[Piece]
     fixed: list[Piece]
     dtype: torch.dtype
+    device: str
     unread: list[str] = field(default_factory=list)
 
 
@@ -62,7 +64,7 @@ class TrainerShards:
             fixed += pieces or []
             unread += [name] if pieces is None else []
         dtype = self._model.config.params_dtype
-        return Holdings(adapted, fixed, dtype, unread)
+        return Holdings(adapted, fixed, dtype, self._model.torch_device.type, unread)
 
     def _adapted(self, adapter: AdapterShard) -> list[Piece]:
         place = (adapter.base_slice.axis, adapter.base_slice.rank, adapter.base_slice.size)

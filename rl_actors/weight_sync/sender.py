@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,18 +22,8 @@ from rl_actors.weight_sync.wire import checksum, checksum_parts, message_bytes, 
 
 if TYPE_CHECKING:
     from rl_actors.trainer.model import TrainerModel
-    from rl_actors.trainer.worker import MegatronWorker
 
 BUFFERS = 2
-_ATTRIBUTE = "_weight_sender"
-
-
-def call_sender(worker: MegatronWorker, method: str, arguments: tuple[Any, ...]) -> Any:
-    """Call a method of this rank's sender, made on first use and anew when the worker has built another model."""
-    sender = worker.__dict__.get(_ATTRIBUTE)
-    if sender is None or sender.model is not worker.model:
-        sender = worker.__dict__[_ATTRIBUTE] = WeightSender(worker.model, worker.config.sync.bucket_mib)
-    return getattr(sender, method)(*arguments)
 
 
 @dataclass(frozen=True)
@@ -66,7 +56,6 @@ class WeightSender:
     """
 
     def __init__(self, model: TrainerModel, bucket_mib: float) -> None:
-        self.model = model
         self._shards = TrainerShards(model)
         self._device = model.torch_device
         self._dtype: torch.dtype = model.config.params_dtype
@@ -89,6 +78,7 @@ class WeightSender:
         timeout_s: float,
     ) -> None:
         """Enter the group of trainer ranks and engine workers; receivers start at `first_receiver` in it."""
+        self.leave()
         self._group = join_group(group_name, rank, world_size, self._device.type, timeout_s)
         self._first_receiver, self._rounds = first_receiver, rounds
 

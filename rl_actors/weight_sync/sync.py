@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 JOIN_MARGIN_S = 15.0
 """A call's own timeout beyond that of the waits within it, so that the error comes from where it happened."""
 CLEAN_UP_S = 10.0
+TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Members(Protocol):
@@ -51,7 +52,7 @@ class Members(Protocol):
 
 
 class TrainerMembers:
-    """Megatron ranks of a pool whose actors have `weights(method, *arguments)`, which is `sender.call_sender`."""
+    """Megatron ranks of a pool whose actors have `weights(method, *arguments)`, which calls their `WeightSender`."""
 
     def __init__(self, pool: ActorPool) -> None:
         self._pool = pool
@@ -140,7 +141,7 @@ class WeightSync:
     Args:
         trainer, engines: the two sides.
         pause, resume: of all engines; `resume` takes the version they serve from then on.
-        config: bucket size.
+        config: bucket size and transport.
         timeout_s: bound of every single wait of a sync.
         run_name: makes group names of different runs on one cluster differ.
     """
@@ -157,10 +158,10 @@ class WeightSync:
     ) -> None:
         self._trainer, self._engines = trainer, engines
         self._pause, self._resume = pause, resume
+        self._transport = config.transport
         self._bucket_bytes = int(config.bucket_mib * 2**20)
         self._timeout_s = timeout_s
         self._run_name = run_name
-        self._generation = 0
         self._group: str | None = None
         self._plan: SyncPlan | None = None
         self.ways: list[dict[str, bool]] = []
@@ -226,15 +227,25 @@ class WeightSync:
         )
 
     async def close(self) -> None:
-        """Leave the group, within a bound; dead members are no error."""
+        """Leave the group, within a bound; dead members are no error. The engines are paused for it, and stay so."""
+        await self._bounded(self._pause(), "pause")
         await self._leave()
         self._group = None
 
     async def _describe(self) -> tuple[list[Holdings], list[Holdings]]:
         ranks, workers = await self._both("describe", [()] * self._ranks, [()] * self._workers)
-        types = {holdings.dtype for holdings in [*ranks, *workers]}
-        if len(types) > 1:
-            raise SyncError(f"trainer and engines must hold weights of one type, and have {sorted(map(str, types))}")
+        members = [*ranks, *workers]
+        types = {str(holdings.dtype) for holdings in members}
+        devices = {holdings.device for holdings in members}
+        if len(types) > 1 or len(devices) > 1:
+            raise SyncError(
+                f"trainer and engines must hold weights of one type on one kind of device: found {sorted(types)} on "
+                f"{sorted(devices)}"
+            )
+        transport = TRANSPORTS[devices.pop()]
+        if self._transport not in ("auto", transport):
+            raise SyncError(f"sync.transport = {self._transport!r} cannot be used here: write 'auto' or {transport!r}")
+        log.info("weight sync over %s", transport)
         return ranks, workers
 
     async def _check_base(self, ranks: list[Holdings], workers: list[Holdings]) -> BaseCheck:
@@ -261,8 +272,8 @@ class WeightSync:
         return BaseCheck(plan.elements, tuple(sorted(unread)))
 
     async def _meet(self, plan: SyncPlan) -> None:
-        self._generation += 1
-        name = self._group = f"{self._run_name}-weights-{os.getpid()}-{self._generation}"
+        # A name is used once: members of an earlier group may still be on their way out of it.
+        name = self._group = f"{self._run_name}-weights-{uuid.uuid4().hex[:8]}"
         world = self._ranks + self._workers
         try:
             _, self.ways = await self._both(
@@ -273,6 +284,8 @@ class WeightSync:
         except BaseException:
             self._group = None
             raise
+        for kind, direct in sorted({kind: direct for ways in self.ways for kind, direct in ways.items()}.items()):
+            log.info("%s: %s", kind, "written in place" if direct else "reloaded, its kernels use another layout")
 
     async def _transfer(self, version: int) -> tuple[list[SendReport], list[ReceiveReport], float]:
         started = time.perf_counter()
