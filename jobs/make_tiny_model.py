@@ -10,142 +10,89 @@ The folder is either whole or absent, and a second call with the same settings r
 from __future__ import annotations
 
 import argparse
-import hashlib
-import itertools
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from jobs.tiny_model.task import TaskSettings, entries, unique_rows
+from jobs.tiny_model.settings import SETTINGS_FILE, TinyModelSettings, TrainingSettings
 from rl_actors.errors import ConfigError, RLActorsError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-SETTINGS_FILE = "tiny_model.json"
-TOKENIZER_QUESTIONS = 2000
-
-
-@dataclass(frozen=True)
-class TinyModelSettings:
-    """Everything the model depends on; another value is another model."""
-
-    arch: str = "moe"
-    seed: int = 0
-    hidden: int = 128
-    layers: int = 2
-    steps: int = 900
-    batch: int = 128
-    threads: int = 2
-    train_prompts: int = 2048
-    eval_prompts: int = 512
-    task: TaskSettings = field(default_factory=TaskSettings)
-    recipe: int = 1
-    """Raised when the code changes so that the same settings give another model."""
-
-    @property
-    def fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def make_tiny_model(out: str | Path, settings: TinyModelSettings, progress: bool = True) -> dict[str, Any]:
-    """Make the model in folder `out` unless it is there already; returns its report (accuracies, sizes, seconds).
+    """Make the model in folder `out` unless it is there already.
+
+    Returns:
+        Its report: parameters, accuracy_greedy, accuracy_sampled (temperature 1), seconds, cpu_seconds.
 
     Raises:
-        ConfigError: `out` holds something that is not a tiny model.
+        ConfigError: `out` holds something that this command did not make.
+        RuntimeError: training failed; its own error is on stderr.
     """
     out = Path(out)
-    if (report := _cached(out, settings)) is not None:
+    if (report := find_tiny_model(out, settings)) is not None:
         return report
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        report = _build(scratch, settings, progress)
-        if out.exists():
-            shutil.rmtree(out)
-        scratch.chmod(0o755)
-        os.rename(scratch, out)
+        _build(scratch, settings, progress)
+        _put_in_place(scratch, out)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+    if (report := find_tiny_model(out, settings)) is None:
+        raise RuntimeError(f"{out} was replaced by another process meanwhile: run the command again")
     return report
 
 
-def _cached(out: Path, settings: TinyModelSettings) -> dict[str, Any] | None:
-    """The report of the model in `out` if its settings are these; None if it has to be made."""
-    if not out.exists():
+def find_tiny_model(out: Path, settings: TinyModelSettings) -> dict[str, Any] | None:
+    """The report of the model in `out` if its settings are these; None if it has to be made.
+
+    Raises:
+        ConfigError: `out` holds something that this command did not make.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     try:
         saved = json.loads((out / SETTINGS_FILE).read_text())
-    except (OSError, ValueError):
-        saved = None
-    if not isinstance(saved, dict) or "fingerprint" not in saved:
-        if out.is_dir() and not any(out.iterdir()):
-            return None
-        raise ConfigError(
-            f"{out} exists and is not a tiny model made by this command: choose another --out or remove it"
-        )
-    return saved["report"] if saved["fingerprint"] == settings.fingerprint else None
+        fingerprint, report = saved["fingerprint"], saved["report"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"{out} was not made by this command: choose another --out, or remove it") from None
+    return dict(report) if fingerprint == settings.fingerprint else None
 
 
-def _build(folder: Path, settings: TinyModelSettings, progress: bool) -> dict[str, Any]:
-    # Imported late: a cached model is found without waiting for torch.
-    import torch
-    from transformers.utils.logging import disable_progress_bar
+def _build(folder: Path, settings: TinyModelSettings, progress: bool) -> None:
+    root = str(Path(__file__).resolve().parents[1])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        # Threads that spin while they wait slow each other down by ten times on a machine with other work.
+        "OMP_WAIT_POLICY": "passive",
+        "OMP_NUM_THREADS": str(settings.training.threads),
+    }
+    command = [sys.executable, "-m", "jobs.tiny_model.build", str(folder), settings.to_json()]
+    done = subprocess.run(command + ([] if progress else ["--quiet"]), env=environment, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"training the tiny model failed with exit code {done.returncode}")
 
-    from jobs.tiny_model.architecture import MAX_POSITIONS, make_config
-    from jobs.tiny_model.evaluation import accuracy
-    from jobs.tiny_model.tokenizer import make_tokenizer
-    from jobs.tiny_model.training import TrainingSettings, train
 
-    disable_progress_bar()
-    started, threads = time.monotonic(), torch.get_num_threads()
-    torch.set_num_threads(settings.threads)
+def _put_in_place(scratch: Path, out: Path) -> None:
+    scratch.chmod(0o755)
+    if out.exists():
+        shutil.rmtree(out)
     try:
-        questions = [
-            entry["question"] for entry in itertools.islice(entries(settings.task, "sft", 0), TOKENIZER_QUESTIONS)
-        ]
-        tokenizer = make_tokenizer(questions, MAX_POSITIONS)
-        config = make_config(settings.arch, tokenizer, settings.hidden, settings.layers)
-        training = TrainingSettings(steps=settings.steps, batch=settings.batch)
-        model = train(config, tokenizer, settings.task, training, settings.seed, progress)
-        held_out = unique_rows(settings.task, "eval", settings.seed, settings.eval_prompts)
-        report = {
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "accuracy_greedy": accuracy(model, tokenizer, held_out, temperature=0.0),
-            "accuracy_sampled": accuracy(model, tokenizer, held_out, temperature=1.0),
-        }
-    finally:
-        torch.set_num_threads(threads)
-    _save(folder, model, tokenizer)
-    _write_jsonl(folder / "train.jsonl", unique_rows(settings.task, "train", settings.seed, settings.train_prompts))
-    _write_jsonl(folder / "eval.jsonl", held_out)
-    report["seconds"] = round(time.monotonic() - started, 1)
-    saved = {"fingerprint": settings.fingerprint, "settings": asdict(settings), "report": report}
-    (folder / SETTINGS_FILE).write_text(json.dumps(saved, indent=2) + "\n")
-    return report
-
-
-def _save(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Hugging Face format, with the expert count under the name that released Qwen3-MoE models use."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    if "num_local_experts" in config:
-        config["num_experts"] = config.pop("num_local_experts")
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def _write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        scratch.rename(out)
+    except OSError:
+        # Another process was first. Same settings make the same model, and other settings are told by the caller.
+        if not out.is_dir():
+            raise
 
 
 def _print_report(out: Path, settings: TinyModelSettings, report: dict[str, Any], cached: bool) -> None:
@@ -162,18 +109,17 @@ def _print_report(out: Path, settings: TinyModelSettings, report: dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jobs.make_tiny_model", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m jobs.make_tiny_model", description=str(__doc__).split("\n\n")[0])
     parser.add_argument("--arch", choices=("moe", "dense"), default="moe")
-    parser.add_argument("--out", required=True, help="folder of the model; replaced if it holds another tiny model")
+    parser.add_argument("--out", required=True, help="folder of the model; another tiny model there is replaced")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--steps", type=int, default=TinyModelSettings.steps, help="training steps; fewer is a worse model"
-    )
+    parser.add_argument("--steps", type=int, default=TrainingSettings.steps, help="training steps")
     options = parser.parse_args(arguments)
-    settings = TinyModelSettings(arch=options.arch, seed=options.seed, steps=options.steps)
+    training = replace(TrainingSettings(), steps=options.steps)
+    settings = TinyModelSettings(arch=options.arch, seed=options.seed, training=training)
     out = Path(options.out)
     try:
-        cached = _cached(out, settings) is not None
+        cached = find_tiny_model(out, settings) is not None
         report = make_tiny_model(out, settings)
     except RLActorsError as error:
         print(f"error: {error}", file=sys.stderr)

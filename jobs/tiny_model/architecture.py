@@ -6,15 +6,14 @@ EP2, EP4 and their products fit. head_dim is 32 because vLLM's CPU attention nee
 
 from __future__ import annotations
 
-from typing import Literal
-
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
-Arch = Literal["moe", "dense"]
+from jobs.tiny_model.settings import Arch
+
 MAX_POSITIONS = 2048
 
 
-def make_config(arch: Arch, tokenizer: PreTrainedTokenizerFast, hidden: int = 128, layers: int = 2) -> PreTrainedConfig:
+def make_config(arch: Arch, tokenizer: PreTrainedTokenizerFast, hidden: int = 128, layers: int = 4) -> PreTrainedConfig:
     """The Hugging Face configuration of a tiny Qwen3-MoE or Qwen3."""
     common = {
         "vocab_size": len(tokenizer),
@@ -23,6 +22,7 @@ def make_config(arch: Arch, tokenizer: PreTrainedTokenizerFast, hidden: int = 12
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
+        "initializer_range": 0.05,
         "max_position_embeddings": MAX_POSITIONS,
         "tie_word_embeddings": False,
         "pad_token_id": tokenizer.pad_token_id,
@@ -32,10 +32,10 @@ def make_config(arch: Arch, tokenizer: PreTrainedTokenizerFast, hidden: int = 12
         "dtype": "float32",
     }
     if arch == "dense":
-        return Qwen3Config(intermediate_size=8 * hidden, **common)
+        return Qwen3Config(intermediate_size=4 * hidden, **common)
     return Qwen3MoeConfig(
         intermediate_size=4 * hidden,
-        moe_intermediate_size=hidden,
+        moe_intermediate_size=hidden // 2,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,

@@ -1,9 +1,9 @@
-"""The arithmetic task of the tiny model: reasoning-gym's chain_sum, with two ways of answering it.
+"""The arithmetic task of the tiny model: reasoning-gym's chain_sum, with two habits of answering it.
 
-A *stepwise* answer writes the running total after each term and is nearly always right. A *direct* answer gives the
-result at once, and a small model often gets that wrong. The base model is taught to answer directly most of the
-time, so its accuracy is low although it can do better. RL only sees whether the final number is right, and has to
-find out that the steps are worth their tokens.
+A *stepwise* answer writes the running total after each term and is usually right. A *guess* writes a number near the
+result at once and is usually wrong. The base model is first taught to work stepwise, then, like much text written by
+people, to bother with short sums and to guess long ones. So its accuracy is low although it can do better. RL sees
+only whether the final number is right, and has to find out that the steps are worth their tokens.
 
 Invariant: a question belongs to exactly one split ("sft", "train", "eval"), by a hash of its expression, so held-out
 questions are never trained on, whatever the seeds and sizes.
@@ -14,10 +14,11 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import reasoning_gym
+
+from jobs.tiny_model.settings import TaskSettings
 
 Split = Literal["sft", "train", "eval"]
 
@@ -27,17 +28,6 @@ _EVAL_BUCKETS = (0,)
 _TRAIN_BUCKETS = (1, 2, 3, 4)
 # reasoning-gym derives entry i from `seed + i`: streams need seeds far apart not to repeat each other.
 _SEED_STRIDE = 10_000_000
-
-
-@dataclass(frozen=True)
-class TaskSettings:
-    """Size of the problems and how the base model is taught to answer them."""
-
-    min_terms: int = 3
-    max_terms: int = 4
-    digits: int = 1
-    stepwise_share: float = 0.35
-    """Share of SFT answers that are stepwise; the rest are direct."""
 
 
 def entries(settings: TaskSettings, split: Split, seed: int) -> Iterator[dict[str, Any]]:
@@ -80,8 +70,10 @@ def stepwise_answer(expression: str) -> str:
     return "".join(f"{total} " for total in totals[1:-1]) + f"<answer>{totals[-1]}</answer>"
 
 
-def taught_answer(entry: dict[str, Any], settings: TaskSettings, rng: random.Random) -> str:
-    """The answer SFT shows for an entry: stepwise or direct, by chance."""
-    if rng.random() < settings.stepwise_share:
+def habitual_answer(entry: dict[str, Any], settings: TaskSettings, rng: random.Random) -> str:
+    """The answer that the base model's habits give: stepwise or a guess, by chance."""
+    short = entry["metadata"]["num_terms"] == settings.min_terms
+    if rng.random() < (settings.stepwise_short if short else settings.stepwise_long):
         return stepwise_answer(entry["metadata"]["expression"])
-    return f"<answer>{entry['answer']}</answer>"
+    error = rng.randint(-settings.guess_error, settings.guess_error)
+    return f"<answer>{int(entry['answer']) + error}</answer>"

@@ -1,32 +1,26 @@
 """Supervised training of the tiny model from random weights: the same seed gives the same bits.
 
-Each answer is stepwise or direct by chance, as `TaskSettings` says. The loss counts answer tokens only.
+The model first learns to calculate, from stepwise answers, then picks up the habits that `TaskSettings` describes.
+The loss counts answer tokens only.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from jobs.tiny_model.task import TaskSettings, entries, taught_answer
+from jobs.tiny_model.settings import TaskSettings, TrainingSettings
+from jobs.tiny_model.task import entries, habitual_answer, stepwise_answer
 
 IGNORED = -100
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """How long and how fast the base model is trained."""
-
-    steps: int = 900
-    batch: int = 128
-    lr: float = 4e-3
-    warmup: int = 20
+POOLED_BATCHES = 4
 
 
 def train(
@@ -42,13 +36,10 @@ def train(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, settings))
-    examples = entries(task, "sft", seed)
-    rng = random.Random(seed)
+    batches = _batches(task, settings, seed)
     bar = tqdm(range(settings.steps), desc="training the base model", unit="step", disable=not progress)
     for _ in bar:
-        texts = [
-            (entry["question"], taught_answer(entry, task, rng)) for entry in itertools.islice(examples, settings.batch)
-        ]
+        texts = next(batches)
         loss = answer_loss(model, *encode(texts, tokenizer))
         optimizer.zero_grad()
         loss.backward()
@@ -57,6 +48,24 @@ def train(
         schedule.step()
         bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     return model.eval()
+
+
+def _batches(task: TaskSettings, settings: TrainingSettings, seed: int) -> Iterator[list[tuple[str, str]]]:
+    """Endless batches of questions and answers. Each holds sums of like length, so that little of it is padding."""
+    rng = random.Random(seed)
+    examples = entries(task, "sft", seed)
+    for first_step in itertools.count(0, POOLED_BATCHES):
+        pool = list(itertools.islice(examples, POOLED_BATCHES * settings.batch))
+        pool.sort(key=lambda entry: int(entry["metadata"]["num_terms"]))
+        batches = [list(batch) for batch in itertools.batched(pool, settings.batch)]
+        rng.shuffle(batches)
+        for step, batch in enumerate(batches, first_step):
+            learning = step < settings.stepwise_part * settings.steps
+            yield [(entry["question"], _answer(entry, task, rng, learning)) for entry in batch]
+
+
+def _answer(entry: dict[str, Any], task: TaskSettings, rng: random.Random, learning: bool) -> str:
+    return stepwise_answer(entry["metadata"]["expression"]) if learning else habitual_answer(entry, task, rng)
 
 
 def encode(texts: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
