@@ -21,7 +21,8 @@ def answers(
     inputs = tokenizer(texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
-    output = model.generate(
+    generate: Any = model.generate
+    output = generate(
         input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=MAX_NEW_TOKENS, **sampling
     )
     return tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)

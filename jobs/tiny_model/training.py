@@ -85,7 +85,7 @@ def encode(texts: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> 
 def chat_text(question: str, tokenizer: PreTrainedTokenizerFast) -> str:
     """The question in the chat template, ready to be answered."""
     turn = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
 
 
 def answer_loss(model: PreTrainedModel, tokens_BL: torch.Tensor, labels_BL: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,13 @@ dataset on the Hugging Face hub (`owner/name`, or `owner/name:config` for one co
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from rl_actors.errors import ConfigError
 
 Row = dict[str, Any]
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+_CONNECT_TIMEOUT_S = 5.0
 _SUFFIXES = (".json", ".jsonl", ".parquet")
 
 
@@ -128,19 +133,47 @@ def _read_hub(name: str, split: str, setting: str) -> list[Row]:
     import datasets
 
     repository, _, configuration = name.partition(":")
-    try:
-        loaded = datasets.load_dataset(
-            repository,
-            configuration or None,
-            split=split,
-            download_config=datasets.DownloadConfig(max_retries=1),
-        )
-    except Exception as error:  # network, access, unknown name, unknown split: each has its own type
-        raise ConfigError(
-            f"{setting} {name} is not a file here and could not be loaded from the Hugging Face hub "
-            f"(split {split!r}): {_one_line(error)}"
-        ) from error
+    with _offline() if _hub_is_out_of_reach() else contextlib.nullcontext():
+        try:
+            loaded = datasets.load_dataset(repository, configuration or None, split=split)
+        except Exception as error:  # network, access, unknown name or split: each has its own type
+            raise ConfigError(
+                f"{setting} {name} is not a file here and could not be loaded from the Hugging Face hub "
+                f"(split {split!r}): {_one_line(error)}"
+            ) from error
     return [dict(row) for row in loaded]
+
+
+def _hub_is_out_of_reach() -> bool:
+    """Whether the hub cannot be connected to directly. Behind a proxy only a request could tell."""
+    from huggingface_hub import constants
+
+    if urllib.request.getproxies():
+        return False
+    hub = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        with socket.create_connection((hub.hostname, hub.port or 443), timeout=_CONNECT_TIMEOUT_S):
+            return False
+    except OSError:
+        return True
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Only what was downloaded before is used, without waiting.
+
+    huggingface_hub 1.33 repeats a failed request for half a minute, and reads its environment variable for offline use
+    at import only. This can go when the number of attempts is an argument of datasets.load_dataset.
+    """
+    import datasets
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def _looks_like_a_file(source: str) -> bool:

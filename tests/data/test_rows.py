@@ -1,6 +1,7 @@
 """Every form of dataset gives the same rows; every fault is one sentence that says where."""
 
 import json
+import time
 
 import datasets
 import pyarrow
@@ -98,3 +99,13 @@ def test_folder_that_is_no_dataset(tmp_path):
     _as_jsonl(tmp_path)
     with pytest.raises(ConfigError, match=r"not a saved dataset: give one of its files, such as rows\.jsonl"):
         read_rows(str(tmp_path), "train")
+
+
+def test_dataset_name_without_a_network_fails_soon(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://127.0.0.1:9")
+    for variable in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=r"no-such-owner/no-such-data is not a file here and could not be loaded"):
+        read_rows("no-such-owner/no-such-data", "train")
+    assert time.monotonic() - started < 10.0
