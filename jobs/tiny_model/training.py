@@ -20,7 +20,6 @@ from jobs.tiny_model.settings import TaskSettings, TrainingSettings
 from jobs.tiny_model.task import entries, habitual_answer, stepwise_answer
 
 IGNORED = -100
-POOLED_BATCHES = 4
 
 
 def train(
@@ -51,17 +50,11 @@ def train(
 
 
 def _batches(task: TaskSettings, settings: TrainingSettings, seed: int) -> Iterator[list[tuple[str, str]]]:
-    """Endless batches of questions and answers. Each holds sums of like length, so that little of it is padding."""
+    """Endless batches of questions and answers."""
     rng = random.Random(seed)
-    examples = entries(task, "sft", seed)
-    for first_step in itertools.count(0, POOLED_BATCHES):
-        pool = list(itertools.islice(examples, POOLED_BATCHES * settings.batch))
-        pool.sort(key=lambda entry: int(entry["metadata"]["num_terms"]))
-        batches = [list(batch) for batch in itertools.batched(pool, settings.batch)]
-        rng.shuffle(batches)
-        for step, batch in enumerate(batches, first_step):
-            learning = step < settings.stepwise_part * settings.steps
-            yield [(entry["question"], _answer(entry, task, rng, learning)) for entry in batch]
+    for step, batch in enumerate(itertools.batched(entries(task, "sft", seed), settings.batch)):
+        learning = step < settings.stepwise_part * settings.steps
+        yield [(entry["question"], _answer(entry, task, rng, learning)) for entry in batch]
 
 
 def _answer(entry: dict[str, Any], task: TaskSettings, rng: random.Random, learning: bool) -> str:
