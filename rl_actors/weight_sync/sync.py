@@ -282,7 +282,7 @@ class WeightSync:
                 [(name, self._ranks + w, world, plan.receives[w], self._timeout_s) for w in range(self._workers)],
             )
         except BaseException:
-            self._group = None
+            self.invalidate()
             raise
         for kind, direct in sorted({kind: direct for ways in self.ways for kind, direct in ways.items()}.items()):
             log.info("%s: %s", kind, "written in place" if direct else "reloaded, its kernels use another layout")
@@ -332,13 +332,18 @@ class WeightSync:
         try:
             ranks, workers = await asyncio.gather(*tasks)
             return ranks, workers
-        except BaseException as error:
+        except (RLActorsError, RayError) as error:
             if self._group is not None:
-                abort_group(self._group, f"the sync failed: {error}")
-            await asyncio.wait(tasks, timeout=CLEAN_UP_S)
+                abort_group(self._group, f"the sync failed: {_short(error)}")
+            finished, _ = await asyncio.wait(tasks, timeout=CLEAN_UP_S)
+            # A survivor may notice a death before Ray tells us of it; the death is what the user must know.
+            for death in (task.exception() for task in finished):
+                if isinstance(death, ActorDiedError):
+                    raise death from error
+            raise
+        finally:
             for task in tasks:
                 task.cancel()
-            raise
 
     async def _bounded(self, call: Awaitable[Any], what: str) -> None:
         try:
@@ -386,4 +391,10 @@ def _rectangles(plan: SyncPlan) -> tuple[list[list[Part]], list[list[tuple[int, 
 def _as_sync_error(error: Exception, what: str) -> SyncError:
     if isinstance(error, (ActorDiedError, ActorLateError)):
         return SyncError(f"{what}: {error}; its engine or rank must be replaced before the next try")
-    return SyncError(f"{what}: {error}")
+    return SyncError(f"{what}: {_short(error)}")
+
+
+def _short(error: BaseException) -> str:
+    """An error's own words; Ray's text of a remote one is its whole traceback."""
+    cause = getattr(error, "cause", None) or error
+    return str(cause) or type(cause).__name__

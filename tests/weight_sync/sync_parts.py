@@ -118,6 +118,11 @@ def effective_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
+def spoil_a_norm(model: torch.nn.Module) -> None:
+    """Change one element of a weight that no sync would repair."""
+    model.model.layers[1].self_attn.k_norm.weight.data[3] += 1e-6
+
+
 def merged_by_hand(
     folder: Path,
     adapters: dict[str, tuple[np.ndarray, np.ndarray, float]],
