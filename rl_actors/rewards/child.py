@@ -2,7 +2,8 @@
 
 It is apart from the actor so that a function that never returns, or that crashes the interpreter, can be ended.
 It reads (function name, kwargs), then one (prompt, texts) after the other from the inherited connection, and answers
-each with ("scores", list of floats) or ("error", message). The end of the connection ends it.
+each with ("scores", list of floats) or ("error", message). It ends with the connection, or with its parent if a
+function still runs then.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import asyncio
 import inspect
 import math
 import numbers
+import os
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,6 +24,8 @@ import numpy as np
 
 from rl_actors.rewards.registry import RewardFunction, resolve
 from rl_actors.types import Prompt
+
+_PARENT_CHECK_S = 1.0
 
 
 def score_texts(
@@ -63,6 +69,13 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
+def _end_with_parent() -> None:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_S)
+    os._exit(1)
+
+
 def serve(connection: Connection) -> None:
     """Answer requests until the other side closes."""
     name, kwargs = connection.recv()
@@ -84,4 +97,5 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     serve(Connection(int(sys.argv[1])))

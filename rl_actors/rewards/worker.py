@@ -34,23 +34,19 @@ class RewardWorker:
         function: `gsm8k`, `math`, `reasoning_gym` or `module:function`.
         kwargs: passed to the function by name.
         timeout_s: bound on scoring all answers of one prompt, in seconds.
-        start: start the function's process now; otherwise the first `score` does.
 
     Raises:
         RewardError: the function cannot be resolved.
     """
 
-    def __init__(
-        self, function: str, kwargs: Mapping[str, Any] | None = None, timeout_s: float = 60.0, start: bool = True
-    ) -> None:
+    def __init__(self, function: str, kwargs: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> None:
         self.function = function
         self.kwargs = dict(kwargs or {})
         self.timeout_s = timeout_s
         self._child: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._lock = threading.Lock()
-        if start:
-            self._start()
+        self._start()
 
     def score(self, prompt: Prompt, texts: Sequence[str]) -> np.ndarray:
         """float32 [G]: the reward of each text.

@@ -1,6 +1,10 @@
 """A failing reward is an error that names function and prompt, and the worker goes on after it."""
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,3 +109,34 @@ def test_close_ends_the_process(worker):
     child = one._child
     one.close()
     assert child.poll() is not None
+
+
+def test_hanging_function_ends_with_a_killed_worker():
+    code = (
+        "import numpy, threading, time\n"
+        "from rl_actors.rewards.worker import RewardWorker\n"
+        "from rl_actors.types import Prompt\n"
+        "one = RewardWorker('reward_samples:hangs', timeout_s=600)\n"
+        "args = (Prompt('p', numpy.zeros(1), ''), ['hang'])\n"
+        "threading.Thread(target=one.score, args=args, daemon=True).start()\n"
+        "time.sleep(1)\n"
+        "print(one._child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as owner:
+        child = int(owner.stdout.readline())
+        assert Path(f"/proc/{child}").exists()
+        owner.kill()
+    deadline = time.monotonic() + 20.0
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _runs(child)
+
+
+def _runs(pid):
+    """Whether a process is there and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
