@@ -11,7 +11,10 @@ import asyncio
 import json
 import shlex
 import sys
+import time
 from pathlib import Path
+
+from ray.job_submission import JobStatus, JobSubmissionClient
 
 from jobs.cli import connect, read_recipe, run
 from rl_actors.errors import RLActorsError
@@ -19,11 +22,10 @@ from rl_actors.errors import RLActorsError
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPE = "jobs/configs/quickstart.yaml"
 TIME_LIMIT_S = 3600.0
+AGENT_WAIT_S = 120.0
 
 
 def main() -> int:
-    from ray.job_submission import JobStatus, JobSubmissionClient
-
     overrides = [f"run_dir={json.dumps(str(REPOSITORY / 'runs' / 'quickstart'))}", *sys.argv[1:]]
     # Makes the model here, with a progress bar, rather than within the job.
     config = read_recipe(str(REPOSITORY / RECIPE), overrides)
@@ -33,7 +35,7 @@ def main() -> int:
     print(f"Ray dashboard: {dashboard}", flush=True)
     client = JobSubmissionClient(dashboard)
     command = [sys.executable, "-m", "jobs.train", RECIPE, *overrides, "checkpoint.resume=never"]
-    job = client.submit_job(entrypoint=shlex.join(command), runtime_env={"working_dir": str(REPOSITORY)})
+    job = submit(client, shlex.join(command))
     try:
         asyncio.run(asyncio.wait_for(follow(client, job), TIME_LIMIT_S))
     except BaseException:
@@ -47,7 +49,19 @@ def main() -> int:
     return 0
 
 
-async def follow(client, job: str) -> None:  # type: ignore[no-untyped-def]
+def submit(client: JobSubmissionClient, entrypoint: str) -> str:
+    """Submit the job; a cluster that was started a moment ago takes some seconds until it accepts one."""
+    deadline = time.monotonic() + AGENT_WAIT_S
+    while True:
+        try:
+            return client.submit_job(entrypoint=entrypoint, runtime_env={"working_dir": str(REPOSITORY)})
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() > deadline:
+                raise RLActorsError(f"Ray did not take the job: {error}") from error
+            time.sleep(1)
+
+
+async def follow(client: JobSubmissionClient, job: str) -> None:
     """Print the job's log until it ends."""
     async for text in client.tail_job_logs(job):
         print(text, end="", flush=True)

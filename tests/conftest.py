@@ -20,8 +20,11 @@ def _children_find_the_repository() -> None:
 @pytest.fixture(scope="session")
 def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a barely trained Qwen3-MoE with its tokenizer, train.jsonl and eval.jsonl."""
-    from jobs.make_tiny_model import TinyModelSettings, make_tiny_model
+    from jobs.make_tiny_model import make_tiny_model
+    from jobs.tiny_model.settings import TinyModelSettings, TrainingSettings
 
     folder = tmp_path_factory.mktemp("models") / "tiny moe"
-    make_tiny_model(folder, TinyModelSettings(arch="moe", steps=30, train_prompts=64, eval_prompts=16), progress=False)
+    training = TrainingSettings(steps=30)
+    settings = TinyModelSettings(arch="moe", layers=2, train_prompts=64, eval_prompts=16, training=training)
+    make_tiny_model(folder, settings, progress=False)
     return folder
