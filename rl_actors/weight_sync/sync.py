@@ -12,9 +12,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
 
@@ -22,13 +22,15 @@ from rl_actors.config import SyncConfig
 from rl_actors.errors import ActorDiedError, ActorLateError, RLActorsError, SyncError
 from rl_actors.weight_sync.collective import abort_group
 from rl_actors.weight_sync.holdings import Holdings
+from rl_actors.weight_sync.members import EngineMembers, Members, TrainerMembers
 from rl_actors.weight_sync.plan import Part, SyncPlan, make_plan
 from rl_actors.weight_sync.shards import Piece
 
 if TYPE_CHECKING:
-    from rl_actors.pool import ActorPool
     from rl_actors.rollout.receiver import ReceiveReport
     from rl_actors.weight_sync.sender import SendReport
+
+__all__ = ["BaseCheck", "EngineMembers", "SyncReport", "TrainerMembers", "WeightSync"]
 
 log = logging.getLogger(__name__)
 
@@ -36,62 +38,6 @@ JOIN_MARGIN_S = 15.0
 """A call's own timeout beyond that of the waits within it, so that the error comes from where it happened."""
 CLEAN_UP_S = 10.0
 TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}
-
-
-class Members(Protocol):
-    """One side of the sync: trainer ranks, or engine workers (all TP workers of engine 0, then engine 1, ...)."""
-
-    @property
-    def engines(self) -> Sequence[int]:
-        """For each member the engine, or trainer, it belongs to; its length is the number of members."""
-        ...
-
-    async def call(self, method: str, per_member: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
-        """Call the sender's or receiver's method on every member, each with its own arguments."""
-        ...
-
-
-class TrainerMembers:
-    """Megatron ranks of a pool whose actors have `weights(method, *arguments)`, which calls their `WeightSender`."""
-
-    def __init__(self, pool: ActorPool) -> None:
-        self._pool = pool
-
-    @property
-    def engines(self) -> Sequence[int]:
-        return [0] * len(self._pool.specs)
-
-    async def call(self, method: str, per_member: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
-        return await self._pool.acall(
-            "weights", timeout_s=timeout_s, per_actor=[(method, *arguments) for arguments in per_member]
-        )
-
-
-class EngineMembers:
-    """Workers of engines whose actors have `apply_model(function, *arguments)`.
-
-    Args:
-        pool: one actor for each engine.
-        workers_per_engine: the engines' TP size.
-    """
-
-    def __init__(self, pool: ActorPool, workers_per_engine: int) -> None:
-        self._pool, self._workers = pool, workers_per_engine
-
-    @property
-    def engines(self) -> Sequence[int]:
-        return [engine for engine in range(len(self._pool.specs)) for _ in range(self._workers)]
-
-    async def call(self, method: str, per_member: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
-        from rl_actors.rollout.receiver import call_receiver
-
-        per_engine = [list(per_member[i : i + self._workers]) for i in range(0, len(per_member), self._workers)]
-        answers = await self._pool.acall(
-            "apply_model",
-            timeout_s=timeout_s,
-            per_actor=[(call_receiver, method, arguments) for arguments in per_engine],
-        )
-        return [answer for engine in answers for answer in engine]
 
 
 @dataclass(frozen=True)
