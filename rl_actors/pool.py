@@ -33,6 +33,8 @@ from rl_actors.errors import ActorDiedError, ActorLateError
 
 CONTROL_THREADS = 2
 KILL_WAIT_S = 15.0
+# Libraries' remarks on their own code; they would drown what a run says.
+QUIET = {"PYTHONWARNINGS": "ignore::SyntaxWarning,ignore::DeprecationWarning,ignore::FutureWarning"}
 _WAIT_SLICE_S = 1.0
 _GONE = (
     exceptions.RayActorError,
@@ -228,8 +230,7 @@ class ActorPool:
             options: dict[str, Any] = {"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus}
             if self.placement is not None:
                 options = self.placement.actor_options(name)
-            if spec.env_vars:
-                options["runtime_env"] = {"env_vars": dict(spec.env_vars)}
+            options["runtime_env"] = {"env_vars": {**QUIET, **spec.env_vars}}
             options["name"] = f"{self.run_name}/{name}"
             make = functools.partial(self._remote_class.options(**options).remote, *spec.args, **spec.kwargs)
             self.actors[name] = PoolActor(name, _once_the_name_is_free(make))

@@ -66,7 +66,7 @@ async def start_pools(config: RunConfig, run_name: str) -> AsyncIterator[Pools]:
     reward = RewardPool(config.reward, run_name)
     try:
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(asyncio.to_thread(trainer.start))
+            starting.create_task(trainer.start())
             starting.create_task(rollout.start())
             starting.create_task(reward.start())
         sync = WeightSync(

@@ -77,19 +77,19 @@ async def self_check(
     checks.append(Check("step 0: adapted - base, max", _largest(adapted - plain), 0.0))
     checks += _compare("before training: engine - trainer", batch.sampler_logprobs - adapted, tolerances)
 
-    metrics = await trainer.aupdate(replace(batch, old_logprobs=adapted, ref_logprobs=plain))
+    metrics = await trainer.update(replace(batch, old_logprobs=adapted, ref_logprobs=plain))
     checks += [
         Check(f"gradient of {name.removeprefix('grad_norm/')}", value, 0.0, floor=True)
         for name, value in sorted(metrics.items())
         if name.startswith("grad_norm/")
     ]
 
-    await asyncio.to_thread(trainer.perturb_adapters, config.seed, NOISE)
-    moved = (await trainer.acompute_logprobs(batch)) - plain
+    await trainer.perturb_adapters(config.seed, NOISE)
+    moved = (await trainer.compute_logprobs(batch)) - plain
     checks.append(Check("nonzero adapters: adapted - base, max", _largest(moved), 10 * tolerances.mean, floor=True))
     report = await sync.run(1)
     batch = await _sampled_batch(config, pools, prompts)
-    merged = await trainer.acompute_logprobs(batch)
+    merged = await trainer.compute_logprobs(batch)
     checks += _compare("after sync: engine - trainer", batch.sampler_logprobs - merged, tolerances)
     checks.append(Check("after sync: bytes received", float(report.bytes), 0.0, floor=True))
     if with_export:
@@ -113,7 +113,7 @@ async def _sampled_batch(config: RunConfig, pools: Pools, prompts: Sequence[Prom
 
 
 async def _both_logprobs(pools: Pools, batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
-    return await pools.trainer.acompute_logprobs(batch), await pools.trainer.acompute_logprobs(batch, adapters=False)
+    return await pools.trainer.compute_logprobs(batch), await pools.trainer.compute_logprobs(batch, adapters=False)
 
 
 async def _exported_logprobs(config: RunConfig, pools: Pools, batch: TrainBatch) -> np.ndarray:
@@ -123,7 +123,7 @@ async def _exported_logprobs(config: RunConfig, pools: Pools, batch: TrainBatch)
     with tempfile.TemporaryDirectory(prefix="rl_actors-verify-") as folder:
         checkpoint, model = Path(folder) / "checkpoint", Path(folder) / "model"
         checkpoint.mkdir()
-        await asyncio.to_thread(pools.trainer.save, str(checkpoint))
+        await pools.trainer.save(str(checkpoint))
         await asyncio.to_thread(export_merged, Path(config.model.path), checkpoint, model)
         return await asyncio.to_thread(_score, model, config, batch)
 

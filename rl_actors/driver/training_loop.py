@@ -104,7 +104,7 @@ class TrainingLoop:
             await pools.rollout.resume(0)
             return 0
         version = int(json.loads((checkpoint / DRIVER_STATE).read_text())["step"])
-        await asyncio.to_thread(pools.trainer.load, str(checkpoint))
+        await pools.trainer.load(str(checkpoint))
         await self._publish(version)
         logger.info("going on after step %d from %s", version, checkpoint)
         return version
@@ -164,7 +164,7 @@ class TrainingLoop:
                 batch = await self._with_logprobs(step, batch)
                 with tracker.span("update", step, "trainer"):
                     parts = split_batch(batch, config.algorithm.updates_per_batch, config.algorithm)
-                    metrics = _mean([await self._pools.trainer.aupdate(part) for part in parts])
+                    metrics = _mean([await self._pools.trainer.update(part) for part in parts])
             with tracker.span("sync", step, "sync"):
                 report = await self._publish(step)
             await queue.advance(step)
@@ -175,10 +175,10 @@ class TrainingLoop:
         """Add what the loss compares with: the trainer's own logprobs before the step, and the base model's."""
         trainer = self._pools.trainer
         with self._tracker.span("logprob", step, "trainer"):
-            batch = replace(batch, old_logprobs=await trainer.acompute_logprobs(batch))
+            batch = replace(batch, old_logprobs=await trainer.compute_logprobs(batch))
         if self._config.algorithm.kl_coef > 0:
             with self._tracker.span("ref_logprob", step, "trainer"):
-                batch = replace(batch, ref_logprobs=await trainer.acompute_logprobs(batch, adapters=False))
+                batch = replace(batch, ref_logprobs=await trainer.compute_logprobs(batch, adapters=False))
         return batch
 
     async def _publish(self, version: int) -> SyncReport:
@@ -217,7 +217,7 @@ class TrainingLoop:
         """Write a checkpoint, whole or not at all."""
         with self._tracker.span("checkpoint", step, "trainer"):
             folder = await asyncio.to_thread(self._store.begin, step)
-            await asyncio.to_thread(self._pools.trainer.save, str(folder))
+            await self._pools.trainer.save(str(folder))
             # Prompts are drawn in a fixed order and trained in it, so the step is the whole data cursor.
             trained = step * self._config.pipeline.prompts_per_step
             (folder / DRIVER_STATE).write_text(json.dumps({"step": step, "version": step, "prompts_trained": trained}))

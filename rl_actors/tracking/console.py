@@ -21,7 +21,7 @@ from tqdm import tqdm
 from rl_actors.tracking.records import StepRecord
 from rl_actors.tracking.stage_times import StageTime
 
-BAR = "{desc}{n_fmt}/{total_fmt} {percentage:3.0f}%|{bar:20}| {elapsed}<{remaining} {postfix}"
+BAR = "{desc}{n_fmt}/{total_fmt} {percentage:3.0f}%|{bar:20}| {elapsed}<{remaining}{postfix}"
 
 MAX_ROWS = 64
 

@@ -18,7 +18,7 @@ from rl_actors.types import TrainBatch
 
 
 class TrainerPool:
-    """All trainer ranks.
+    """All trainer ranks. Use it from one event loop.
 
     Every call ends within its timeout of `config.timeouts`, or with an error that names the late or dead actor.
 
@@ -55,65 +55,54 @@ class TrainerPool:
         ]
         self.actors = ActorPool(MegatronWorker, specs, run_name, placement)
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Start the actors, let them meet at rank 0, and build the model.
 
         Raises:
             ActorLateError, ActorDiedError, PlacementError, ConfigError: nothing is left running.
         """
         deadline = time.monotonic() + self.config.timeouts.start_s
-        self.actors.start(self.config.timeouts.start_s)
+        await self.actors.astart(self.config.timeouts.start_s)
         try:
-            first = next(iter(self.actors.specs))
-            (address,) = self.actors.call("free_address", timeout_s=self._left(deadline), only=[first])
-            self.actors.call("start", *address, timeout_s=self._left(deadline))
+            (address,) = await self.actors.acall("free_address", timeout_s=self._left(deadline), only=[self._first])
+            await self.actors.acall("start", *address, timeout_s=self._left(deadline))
         except BaseException:
-            self.actors.kill()
+            await self.actors.akill()
             raise
 
-    def compute_logprobs(self, batch: TrainBatch, adapters: bool = True) -> np.ndarray:
+    async def compute_logprobs(self, batch: TrainBatch, adapters: bool = True) -> np.ndarray:
         """Log-probabilities of the sampled tokens, float32 [R] in the batch's order; without adapters, the base's."""
-        answers = self.actors.call("compute_logprobs", batch, adapters, timeout_s=self.config.timeouts.step_s)
-        return merge_logprobs(batch, answers)
-
-    async def acompute_logprobs(self, batch: TrainBatch, adapters: bool = True) -> np.ndarray:
-        """`compute_logprobs` for asyncio."""
         answers = await self.actors.acall("compute_logprobs", batch, adapters, timeout_s=self.config.timeouts.step_s)
         return merge_logprobs(batch, answers)
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
+    async def update(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step; the weight version goes up by one. Metrics as in `trainer.update.update`.
 
         Raises:
             TrainingError: no step was made, the version stays.
         """
-        return self._updated(self.actors.call("update", batch, timeout_s=self.config.timeouts.step_s))
-
-    async def aupdate(self, batch: TrainBatch) -> dict[str, float]:
-        """`update` for asyncio."""
-        return self._updated(await self.actors.acall("update", batch, timeout_s=self.config.timeouts.step_s))
-
-    def perturb_adapters(self, seed: int, scale: float) -> None:
-        """Add seeded noise to every adapter; for checks."""
-        self.actors.call("perturb_adapters", seed, scale, timeout_s=self.config.timeouts.step_s)
-
-    def save(self, directory: str) -> None:
-        """Every rank writes its part of a checkpoint."""
-        self.actors.call("save_state", directory, timeout_s=self.config.timeouts.checkpoint_s)
-
-    def load(self, directory: str) -> None:
-        """Every rank reads a checkpoint; `version` becomes its step count."""
-        self.actors.call("load_state", directory, timeout_s=self.config.timeouts.checkpoint_s)
-        first = next(iter(self.actors.specs))
-        (self.version,) = self.actors.call("step_count", timeout_s=self.config.timeouts.checkpoint_s, only=[first])
-
-    def kill(self) -> None:
-        """End all ranks."""
-        self.actors.kill()
-
-    def _updated(self, answers: list[dict[str, float]]) -> dict[str, float]:
+        answers = await self.actors.acall("update", batch, timeout_s=self.config.timeouts.step_s)
         self.version += 1
-        return answers[0]
+        return answers[0]  # type: ignore[no-any-return]
+
+    async def perturb_adapters(self, seed: int, scale: float) -> None:
+        """Add seeded noise to every adapter; for checks."""
+        await self.actors.acall("perturb_adapters", seed, scale, timeout_s=self.config.timeouts.step_s)
+
+    async def save(self, directory: str) -> None:
+        """Every rank writes its part of a checkpoint."""
+        await self.actors.acall("save_state", directory, timeout_s=self.config.timeouts.checkpoint_s)
+
+    async def load(self, directory: str) -> None:
+        """Every rank reads a checkpoint; `version` becomes its step count."""
+        limit_s = self.config.timeouts.checkpoint_s
+        await self.actors.acall("load_state", directory, timeout_s=limit_s)
+        (self.version,) = await self.actors.acall("step_count", timeout_s=limit_s, only=[self._first])
+
+    @property
+    def _first(self) -> str:
+        """The name of rank 0."""
+        return next(iter(self.actors.specs))
 
     @staticmethod
     def _left(deadline: float) -> float:

@@ -34,7 +34,7 @@ def live(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 
 async def _save_pristine(live: LivePools) -> None:
-    await asyncio.to_thread(live.pools.trainer.save, str(live.pristine))
+    await live.pools.trainer.save(str(live.pristine))
     await live.pools.rollout.pause()
     await live.pools.sync.set_up(check_base=True)
     await live.pools.rollout.resume(0)

@@ -52,7 +52,7 @@ class LivePools:
 
     def reset(self) -> None:
         async def back() -> None:
-            await asyncio.to_thread(self.pools.trainer.load, str(self.pristine))
+            await self.pools.trainer.load(str(self.pristine))
             await self.pools.sync.run(0)
 
         self.run(back())

@@ -49,8 +49,8 @@ async def plain_loop(live: LivePools) -> list[float]:
             groups.append(TrajectoryGroup(prompt, tuple(answers), rewards))
         batch, _ = make_train_batch(groups, config.algorithm)
         assert batch is not None
-        batch = replace(batch, old_logprobs=await pools.trainer.acompute_logprobs(batch))
-        losses.append((await pools.trainer.aupdate(batch))["loss"])
+        batch = replace(batch, old_logprobs=await pools.trainer.compute_logprobs(batch))
+        losses.append((await pools.trainer.update(batch))["loss"])
         await pools.sync.run(step + 1)
     return losses
 
@@ -85,13 +85,13 @@ def test_rollout_goes_on_during_a_slow_update(live: LivePools, tmp_path: Path, m
     # Many answers a prompt, so that a rollout takes longer than the logprob stage before the update.
     pipeline = {"max_staleness": 2, "samples_per_prompt": 96}
     config = make_config(Path(live.prepared.config.model.path), tmp_path, pipeline=pipeline)
-    update = live.pools.trainer.aupdate
+    update = live.pools.trainer.update
 
     async def slow_update(batch):
         await asyncio.sleep(1.5)
         return await update(batch)
 
-    monkeypatch.setattr(live.pools.trainer, "aupdate", slow_update)
+    monkeypatch.setattr(live.pools.trainer, "update", slow_update)
     records = live.run(train(live, config))
     spans = read_trace(tmp_path)
     assert overlaps(spans, "rollout", "update") > 0.05

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -30,35 +31,35 @@ def pool(tiny_config: Any) -> Iterator[TrainerPool]:
     placement = grant(plan, timeout_s=60)
     pool = TrainerPool(config, placement, "cpu", run_name="test-trainer-pool")
     try:
-        pool.start()
+        asyncio.run(pool.start())
         yield pool
     finally:
-        pool.kill()
+        pool.actors.kill()
         placement.release()
         ray.shutdown()
 
 
 def test_logprobs_come_back_in_the_batch_order(pool: TrainerPool) -> None:
     oracle = huggingface_logprobs(pool.config.model.path, BATCH, pool.config.rollout.temperature)
-    assert np.abs(pool.compute_logprobs(BATCH) - oracle).max() < 1e-5
+    assert np.abs(asyncio.run(pool.compute_logprobs(BATCH)) - oracle).max() < 1e-5
 
 
 def test_a_refused_update_keeps_the_version(pool: TrainerPool) -> None:
-    logprobs = pool.compute_logprobs(BATCH)
+    logprobs = asyncio.run(pool.compute_logprobs(BATCH))
     endless = np.full_like(BATCH.advantages, np.inf)
     bad = replace(BATCH, old_logprobs=logprobs, ref_logprobs=logprobs, advantages=endless)
     with pytest.raises(TrainingError, match="no step was made"):
-        pool.update(bad)
+        asyncio.run(pool.update(bad))
     assert pool.version == 0
 
 
 def test_an_update_moves_the_version_and_the_model(pool: TrainerPool) -> None:
-    before = pool.compute_logprobs(BATCH)
-    metrics = pool.update(replace(BATCH, old_logprobs=before, ref_logprobs=before))
+    before = asyncio.run(pool.compute_logprobs(BATCH))
+    metrics = asyncio.run(pool.update(replace(BATCH, old_logprobs=before, ref_logprobs=before)))
     assert pool.version == 1
     assert metrics["grad_norm"] > 0 and metrics["lr"] == 0.01
-    assert np.abs(pool.compute_logprobs(BATCH) - before).max() > 1e-4
-    base = pool.compute_logprobs(BATCH, adapters=False)
+    assert np.abs(asyncio.run(pool.compute_logprobs(BATCH)) - before).max() > 1e-4
+    base = asyncio.run(pool.compute_logprobs(BATCH, adapters=False))
     np.testing.assert_array_equal(base, before)
 
 
@@ -68,7 +69,7 @@ def test_a_dead_rank_is_named_and_nobody_waits_for_it(pool: TrainerPool) -> None
     assert actor.where is not None
     os.kill(actor.where.pid, signal.SIGKILL)
     with pytest.raises(ActorDiedError, match=name):
-        pool.compute_logprobs(BATCH)
+        asyncio.run(pool.compute_logprobs(BATCH))
 
 
 def test_merging_wants_every_sequence_once() -> None:
