@@ -14,7 +14,7 @@ from rl_actors.driver.pools import start_pools
 from rl_actors.preflight import prepare
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def live(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LivePools]:
     prepared = prepare(make_config(tiny_moe, tmp_path_factory.mktemp("run")))
     pristine = tmp_path_factory.mktemp("pristine")

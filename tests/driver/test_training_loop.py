@@ -83,7 +83,7 @@ def test_resume_goes_on_as_if_unbroken(live: LivePools, unbroken: list[float], t
 def test_rollout_goes_on_during_a_slow_update(live: LivePools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live.reset()
     # Many answers a prompt, so that a rollout takes longer than the logprob stage before the update.
-    pipeline = {"max_staleness": 2, "samples_per_prompt": 96}
+    pipeline = {"max_staleness": 2, "samples_per_prompt": 192}
     config = make_config(Path(live.prepared.config.model.path), tmp_path, pipeline=pipeline)
     update = live.pools.trainer.update
 
