@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs.make_tiny_model import make_tiny_model
+from jobs.tiny_model.settings import Arch, TinyModelSettings, TrainingSettings
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -20,11 +23,18 @@ def _children_find_the_repository() -> None:
 @pytest.fixture(scope="session")
 def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a barely trained Qwen3-MoE with its tokenizer, train.jsonl and eval.jsonl."""
-    from jobs.make_tiny_model import make_tiny_model
-    from jobs.tiny_model.settings import TinyModelSettings, TrainingSettings
+    return _barely_trained("moe", tmp_path_factory)
 
-    folder = tmp_path_factory.mktemp("models") / "tiny moe"
+
+@pytest.fixture(scope="session")
+def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for a Qwen3."""
+    return _barely_trained("dense", tmp_path_factory)
+
+
+def _barely_trained(arch: Arch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / f"tiny {arch}"
     training = TrainingSettings(steps=30)
-    settings = TinyModelSettings(arch="moe", layers=2, train_prompts=64, eval_prompts=16, training=training)
+    settings = TinyModelSettings(arch=arch, layers=2, train_prompts=64, eval_prompts=16, training=training)
     make_tiny_model(folder, settings, progress=False)
     return folder
