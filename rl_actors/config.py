@@ -210,8 +210,9 @@ class CheckpointConfig(Section):
 
 
 class SyncConfig(Section):
-    transport: Literal["auto", "nccl", "gloo"] = "auto"
-    """What moves merged weights; "auto" is NCCL between GPUs and gloo on CPU."""
+    transport: Literal["auto", "nccl", "gloo", "cuda_ipc"] = "auto"
+    """What moves merged weights; "auto" is NCCL between GPUs, "cuda_ipc" (engines map the trainer's memory) on
+    colocated GPUs, and gloo on CPU. Gloo works everywhere, between GPUs slowly: through host memory."""
     bucket_mib: PositiveInt = 256
     """Merged weights travel in buffers of this size; it bounds the extra memory of a sync."""
 

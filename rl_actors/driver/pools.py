@@ -77,6 +77,7 @@ async def start_pools(config: RunConfig, run_name: str) -> AsyncIterator[Pools]:
             config.sync,
             config.timeouts.sync_s,
             run_name,
+            colocate=config.placement.colocate,
         )
         yield Pools(placement, trainer, rollout, reward, sync)
     finally:

@@ -81,13 +81,19 @@ class WeightReceiver:
         )
 
     def join(
-        self, group_name: str, rank: int, world_size: int, incoming: tuple[Incoming, ...], timeout_s: float
+        self,
+        group_name: str,
+        rank: int,
+        world_size: int,
+        incoming: tuple[Incoming, ...],
+        timeout_s: float,
+        transport: str = "auto",
     ) -> dict[str, bool]:
         """Enter the group. Returns for each kind of module that will be written whether it is written directly."""
         self._incoming = incoming
         ways = self._choose_ways()
         self.leave()
-        self._group = join_group(group_name, rank, world_size, self._device.type, timeout_s)
+        self._group = join_group(group_name, rank, world_size, self._device.type, timeout_s, transport)
         return ways
 
     def leave(self) -> None:

@@ -1,7 +1,8 @@
 """A Ray collective backend that never touches torch's default process group.
 
 Megatron and vLLM each own a default group in their processes, so trainer ranks and engine workers meet in a group
-of its own: a TCPStore found through Ray's internal KV, gloo between CPUs, NCCL between GPUs.
+of its own: a TCPStore found through Ray's internal KV, gloo between CPUs, NCCL between GPUs. `ipc.py` has the group for
+members that share GPUs.
 
 Invariant: nobody waits for ever. Every wait ends with its data, at the group's timeout, or soon after any member
 (or the driver) has called `abort_group`, which all members see through Ray's KV. No call into a busy actor is needed.
@@ -10,10 +11,8 @@ Invariant: nobody waits for ever. Every wait ends with its data, at the group's 
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -35,8 +34,10 @@ from ray.util.collective.types import (
 )
 
 from rl_actors.errors import SyncError
+from rl_actors.weight_sync.process_groups import make_gloo, make_nccl, watch_gloo, watch_nccl
 
 BACKEND = "RL_ACTORS"
+IPC_BACKEND = "RL_ACTORS_IPC"
 KV_NAMESPACE = "rl_actors_groups"
 ABORT_POLL_S = 0.25
 DEFAULT_TIMEOUT_S = 300.0
@@ -55,26 +56,43 @@ class GroupSettings:
 
     device: str
     timeout_s: float
+    transport: str
+    place: str | None = None
 
 
 _settings: dict[str, GroupSettings] = {}
 
 
-def join_group(group_name: str, rank: int, world_size: int, device: str, timeout_s: float) -> CollectiveGroup:
+def join_group(
+    group_name: str,
+    rank: int,
+    world_size: int,
+    device: str,
+    timeout_s: float,
+    transport: str = "auto",
+    place: str | None = None,
+) -> CollectiveGroup:
     """Enter a group from inside a Ray actor or task; returns when all members are in.
 
     A group name is good for one life of a group: take a new one after an abort.
 
     Args:
-        device: "cpu" (gloo) or "cuda" (NCCL, on the process's current device).
+        device: "cpu", or "cuda" (the process's current device).
         timeout_s: bound of the joining itself and of every later wait.
+        transport: "gloo" (tensors on a GPU go through host memory), "nccl" or "cuda_ipc" (`ipc.IpcGroup`); "auto" is
+            gloo on CPU and NCCL on GPU.
+        place: where this member's memory is, for `cuda_ipc`; None is the truth (`ipc_memory.place`).
 
     Raises:
         SyncError: somebody did not come, naming the missing ranks.
     """
     register_backend()
-    _settings[group_name] = GroupSettings(torch.device(device).type, timeout_s)
-    ray_collective.init_collective_group(world_size, rank, cast(Any, BACKEND), group_name)
+    device = torch.device(device).type
+    if transport == "auto":
+        transport = "nccl" if device == "cuda" else "gloo"
+    _settings[group_name] = GroupSettings(device, timeout_s, transport, place)
+    backend = IPC_BACKEND if transport == "cuda_ipc" else BACKEND
+    ray_collective.init_collective_group(world_size, rank, cast(Any, backend), group_name)
     return ray_collective.get_group_handle(group_name)
 
 
@@ -91,11 +109,14 @@ def abort_group(group_name: str, reason: str) -> None:
 
 
 def register_backend() -> None:
-    """Make `RL_ACTORS` known to ray.util.collective in this process."""
+    """Make `RL_ACTORS` and `RL_ACTORS_IPC` known to ray.util.collective in this process."""
     from ray.util.collective.backend_registry import _global_registry
 
-    if not _global_registry.is_registered(BACKEND):
-        register_collective_backend(BACKEND, CollectiveGroup)
+    from rl_actors.weight_sync.ipc import IpcGroup
+
+    for group_class in (CollectiveGroup, IpcGroup):
+        if not _global_registry.is_registered(group_class.backend()):
+            register_collective_backend(group_class.backend(), group_class)
 
 
 class Pending:
@@ -109,17 +130,32 @@ class Pending:
         self._group._wait(self._work, self._what)
 
 
+class _HostReceive(Pending):
+    """A message that arrives in host memory for a tensor on a GPU."""
+
+    def __init__(self, arrival: Pending, host: torch.Tensor, target: torch.Tensor) -> None:
+        self._arrival, self._host, self._target = arrival, host, target
+
+    def wait(self) -> None:
+        self._arrival.wait()
+        self._target.copy_(self._host)
+
+
 class CollectiveGroup(BaseGroup):
     """One member's end of a group. Tensors must be contiguous and live on the group's device."""
 
+    keeps_buffers = False
+    """Whether senders should send from the same few buffers for the whole life of their process."""
+
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         super().__init__(world_size, rank, group_name)
-        default = GroupSettings("cuda" if torch.cuda.is_available() else "cpu", DEFAULT_TIMEOUT_S)
-        settings = _settings.get(group_name, default)
-        self.device, self.timeout_s = settings.device, settings.timeout_s
+        device, transport = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
+        settings = _settings.get(group_name) or GroupSettings(device, DEFAULT_TIMEOUT_S, transport)
+        self.device, self.timeout_s, self.transport = settings.device, settings.timeout_s, settings.transport
+        self.place = settings.place or self._find_place()
         self._aborted: str | None = None
-        self._store: dist.TCPStore | None = _meet(group_name, rank, world_size, self.timeout_s)
-        make = _make_nccl if self.device == "cuda" else _make_gloo
+        self._store: dist.TCPStore | None = _meet(group_name, rank, world_size, self.timeout_s, self.place)
+        make = make_nccl if self.transport == "nccl" else make_gloo
         self._process_group: Any = make(self._store, rank, world_size, self.timeout_s)
 
     @classmethod
@@ -130,13 +166,25 @@ class CollectiveGroup(BaseGroup):
     def check_backend_availability(cls) -> bool:
         return dist.is_available()
 
+    def link(self, rank: int) -> str:
+        """In words, how bytes reach another member."""
+        return self.transport
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 buffer that can be sent from."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
     def isend(self, tensor: torch.Tensor, receiver: int, tag: int = 0) -> Pending:
         """Start sending. Messages between two ranks arrive in the order they were started (NCCL ignores tags)."""
+        if self._by_host:
+            tensor = _pinned_like(tensor).copy_(tensor)
         return self._start(lambda pg: pg.send([tensor], receiver, tag), f"sending to rank {receiver}")
 
     def irecv(self, tensor: torch.Tensor, sender: int, tag: int = 0) -> Pending:
         """Start receiving into `tensor`."""
-        return self._start(lambda pg: pg.recv([tensor], sender, tag), f"receiving from rank {sender}")
+        target = _pinned_like(tensor) if self._by_host else tensor
+        arrival = self._start(lambda pg: pg.recv([target], sender, tag), f"receiving from rank {sender}")
+        return _HostReceive(arrival, target, tensor) if self._by_host else arrival
 
     def send(self, tensor: list[torch.Tensor], send_options: SendOptions) -> None:
         self.isend(tensor[0], send_options.dst_rank).wait()
@@ -155,7 +203,7 @@ class CollectiveGroup(BaseGroup):
         self._start(lambda pg: pg.allreduce(tensor, options), "allreduce").wait()
 
     def barrier(self, barrier_options: BarrierOptions = BarrierOptions()) -> None:  # noqa: B008
-        self.allreduce([torch.zeros(1, device=self.device)])
+        self.allreduce([torch.zeros(1, device="cuda" if self.transport == "nccl" else "cpu")])
 
     def reduce(self, *_: Any) -> None:
         raise NotImplementedError("RL_ACTORS groups move weights: broadcast, send, recv, allreduce and barrier only")
@@ -169,7 +217,7 @@ class CollectiveGroup(BaseGroup):
             # The driver sees the error itself; a KV that is gone must not hide it.
             with contextlib.suppress(Exception):
                 abort_group(self._group_name, reason)
-            if self.device == "cuda" and self._process_group is not None:
+            if self.transport == "nccl" and self._process_group is not None:
                 self._process_group.abort()
 
     def destroy_group(self) -> None:
@@ -178,6 +226,13 @@ class CollectiveGroup(BaseGroup):
             self._process_group.shutdown()
         self._process_group = None
         self._store = None
+
+    @property
+    def _by_host(self) -> bool:
+        return self.device == "cuda" and self.transport != "nccl"
+
+    def _find_place(self) -> str:
+        return ""
 
     def _start(self, operation: Callable[[Any], Any], what: str) -> Pending:
         if self._aborted is not None or self._process_group is None:
@@ -188,7 +243,7 @@ class CollectiveGroup(BaseGroup):
             raise self._failed(what, str(error)) from error
 
     def _wait(self, work: Any, what: str) -> None:
-        watch = _watch_nccl if self.device == "cuda" else _watch_gloo
+        watch = watch_nccl if self.transport == "nccl" else watch_gloo
         deadline = time.monotonic() + self.timeout_s
         next_poll = time.monotonic() + ABORT_POLL_S
         try:
@@ -212,8 +267,8 @@ class CollectiveGroup(BaseGroup):
         return SyncError(message)
 
 
-def _meet(group_name: str, rank: int, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """The group's store, once every member has reached it."""
+def _meet(group_name: str, rank: int, world_size: int, timeout_s: float, place: str) -> dist.TCPStore:
+    """The group's store, once every member has reached it and written its place under "here/<rank>"."""
     deadline = time.monotonic() + timeout_s
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
@@ -224,7 +279,7 @@ def _meet(group_name: str, rank: int, world_size: int, timeout_s: float) -> dist
         complaint = f"rank 0 did not open group {group_name!r} within {timeout_s:g} s"
         host, port = _poll(group_name, lambda: _kv_get(group_name), deadline, complaint).split()
         store = dist.TCPStore(host, int(port), world_size, is_master=False, timeout=timeout, wait_for_workers=False)
-    store.set(f"here/{rank}", "1")
+    store.set(f"here/{rank}", place)
     try:
         _poll(group_name, lambda: store.check([f"here/{r}" for r in range(world_size)]), deadline, "late")
     except SyncError as error:
@@ -261,58 +316,5 @@ def _abort_key(group_name: str) -> str:
     return f"abort/{group_name}"
 
 
-def _make_gloo(store: dist.TCPStore, rank: int, world_size: int, timeout_s: float) -> Any:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    # Without a device gloo resolves the host's name, which is the loopback on many machines.
-    options._devices = [gloo.create_device(hostname=ray.util.get_node_ip_address())]
-    options._timeout = timedelta(seconds=timeout_s)
-    options._threads = 2
-    return gloo(dist.PrefixStore("gloo", store), rank, world_size, options)
-
-
-def _make_nccl(store: dist.TCPStore, rank: int, world_size: int, timeout_s: float) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    # Ours is the timeout that counts. NCCL's own watchdog ends the whole process, so it comes later and is off.
-    options._timeout = timedelta(seconds=10 * timeout_s)
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)
-    finally:
-        os.environ.pop(name) if before is None else os.environ.__setitem__(name, before)
-
-
-def _watch_gloo(work: Any, timeout_s: float) -> Iterator[bool]:
-    """Yield False until the work is done, then True.
-
-    Gloo's point-to-point work only knows that it is done when waited for, a wait that times out breaks all of its
-    connections, and its abort() does not wake one (torch 2.11). So a thread waits, and is left behind on an abort.
-    """
-    done = threading.Event()
-    errors: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            errors.append(error)
-        done.set()
-
-    threading.Thread(target=wait, daemon=True, name="weight-sync-wait").start()
-    while not done.wait(ABORT_POLL_S):
-        yield False
-    if errors:
-        raise errors[0]
-    yield True
-
-
-def _watch_nccl(work: Any, timeout_s: float) -> Iterator[bool]:
-    """Yield False until the kernel is done, then True with the current stream ordered behind it."""
-    del timeout_s
-    while not work.is_completed():
-        yield False
-        time.sleep(0.0005)
-    work.wait()
-    yield True
+def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)

@@ -2,6 +2,7 @@
 
 Extra memory is two buffers of about one bucket (one is filled while the other travels), the merged shard of one weight
 or batch of experts, and its float32 scratch. A buffer is filled again only when all receivers have its last content.
+Where receivers map the buffers (`cuda_ipc`), the two are kept between syncs.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class WeightSender:
         self._group: CollectiveGroup | None = None
         self._rounds: tuple[Round, ...] = ()
         self._first_receiver = 0
+        self._largest_round = 0
+        self._kept: list[torch.Tensor | None] = [None] * BUFFERS
 
     def describe(self) -> Holdings:
         """This rank's pieces."""
@@ -76,11 +79,22 @@ class WeightSender:
         first_receiver: int,
         rounds: tuple[Round, ...],
         timeout_s: float,
-    ) -> None:
-        """Enter the group of trainer ranks and engine workers; receivers start at `first_receiver` in it."""
+        transport: str = "auto",
+    ) -> dict[str, int]:
+        """Enter the group of trainer ranks and engine workers; receivers start at `first_receiver` in it.
+
+        Returns:
+            bytes that this rank will send with each version, by how they reach their receiver.
+        """
         self.leave()
-        self._group = join_group(group_name, rank, world_size, self._device.type, timeout_s)
+        self._group = join_group(group_name, rank, world_size, self._device.type, timeout_s, transport)
         self._first_receiver, self._rounds = first_receiver, rounds
+        self._largest_round = max((sum(self._sizes(one)) for one in rounds), default=0)
+        links: dict[str, int] = defaultdict(int)
+        for message in (message for one in rounds for message in one.messages):
+            for receiver in message.receivers:
+                links[self._group.link(first_receiver + receiver)] += message_bytes(message.numel, self._dtype)
+        return dict(links)
 
     def leave(self) -> None:
         """Close this end of the group."""
@@ -104,14 +118,16 @@ class WeightSender:
         started, before = time.perf_counter(), self._memory(reset=True)
         self._merger.gather()
         travelling: list[list[Pending]] = [[] for _ in range(BUFFERS)]
-        buffers: list[torch.Tensor | None] = [None] * BUFFERS
+        if not self._group.keeps_buffers:
+            self._kept = [None] * BUFFERS
+        buffers = self._kept
         sums: dict[tuple[int, int], torch.Tensor] = {}
         sent, merge_s = 0, 0.0
         for index, one in enumerate(self._rounds):
             slot = index % BUFFERS
             _finish(travelling[slot])
             merging = time.perf_counter()
-            buffers[slot], messages = self._pack(one, buffers[slot])
+            buffers[slot], messages = self._pack(one, buffers[slot], self._group)
             merge_s += time.perf_counter() - merging
             for outgoing, message in zip(one.messages, messages, strict=True):
                 total = checksum(message)
@@ -123,14 +139,21 @@ class WeightSender:
             _finish(pending)
         peak = self._memory() - before if self._device.type == "cuda" else self._buffer_bytes(buffers)
         self._merger.release()
+        if not self._group.keeps_buffers:
+            self._kept = [None] * BUFFERS
         totals = {key: int(total) for key, total in sums.items()}
         return SendReport(version, totals, sent, merge_s, time.perf_counter() - started, peak)
 
-    def _pack(self, one: Round, buffer: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _sizes(self, one: Round) -> list[int]:
+        return [message_bytes(message.numel, self._dtype) for message in one.messages]
+
+    def _pack(
+        self, one: Round, buffer: torch.Tensor | None, group: CollectiveGroup
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Merge the round's weights, each once, and copy their rectangles to where the messages want them."""
-        sizes = [message_bytes(message.numel, self._dtype) for message in one.messages]
+        sizes = self._sizes(one)
         if buffer is None or buffer.numel() < sum(sizes):
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            buffer = group.allocate(self._largest_round)
         messages = list(buffer[: sum(sizes)].split(sizes))
         targets = self._targets(one.messages, messages)
         for name, merged in self._merger.merged(one.params):

@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 JOIN_MARGIN_S = 15.0
 """A call's own timeout beyond that of the waits within it, so that the error comes from where it happened."""
 CLEAN_UP_S = 10.0
-TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class SyncReport:
         transfer_s: of them, from the control call to the last acknowledgement.
         merge_s: of the slowest trainer rank.
         bytes: that arrived, over all engine workers.
+        transport: "gloo", "nccl" or "cuda_ipc".
         peak_extra_bytes: of the trainer rank that needed most.
         reloaded, written: modules that went through vLLM's reload, and all that were written, over all workers.
     """
@@ -58,6 +58,7 @@ class SyncReport:
     transfer_s: float
     merge_s: float
     bytes: int
+    transport: str
     peak_extra_bytes: int
     reloaded: int
     written: int
@@ -68,8 +69,8 @@ class SyncReport:
 
     def __str__(self) -> str:
         return (
-            f"version {self.version}: {self.bytes / 1e6:.1f} MB in {self.transfer_s:.3f} s ({self.gb_per_s:.2f} GB/s), "
-            f"engines paused {self.seconds:.3f} s"
+            f"version {self.version}: {self.bytes / 1e6:.1f} MB over {self.transport} in {self.transfer_s:.3f} s "
+            f"({self.gb_per_s:.2f} GB/s), engines paused {self.seconds:.3f} s"
         )
 
 
@@ -90,6 +91,7 @@ class WeightSync:
         config: bucket size and transport.
         timeout_s: bound of every single wait of a sync.
         run_name: makes group names of different runs on one cluster differ.
+        colocate: trainer ranks and engine workers share GPUs.
     """
 
     def __init__(
@@ -101,10 +103,12 @@ class WeightSync:
         config: SyncConfig,
         timeout_s: float,
         run_name: str,
+        colocate: bool = False,
     ) -> None:
         self._trainer, self._engines = trainer, engines
         self._pause, self._resume = pause, resume
-        self._transport = config.transport
+        self._wanted, self._colocate = config.transport, colocate
+        self._transport = ""
         self._bucket_bytes = int(config.bucket_mib * 2**20)
         self._timeout_s = timeout_s
         self._run_name = run_name
@@ -167,6 +171,7 @@ class WeightSync:
             transfer_s=transfer_s,
             merge_s=max(report.merge_s for report in sent),
             bytes=sum(report.bytes for report in received),
+            transport=self._transport,
             peak_extra_bytes=max(report.peak_extra_bytes for report in sent),
             reloaded=sum(report.reloaded for report in received),
             written=sum(report.written for report in received),
@@ -188,10 +193,7 @@ class WeightSync:
                 f"trainer and engines must hold weights of one type on one kind of device: found {sorted(types)} on "
                 f"{sorted(devices)}"
             )
-        transport = TRANSPORTS[devices.pop()]
-        if self._transport not in ("auto", transport):
-            raise SyncError(f"sync.transport = {self._transport!r} cannot be used here: write 'auto' or {transport!r}")
-        log.info("weight sync over %s", transport)
+        self._transport = choose_transport(self._wanted, devices.pop(), self._colocate)
         return ranks, workers
 
     async def _check_base(self, ranks: list[Holdings], workers: list[Holdings]) -> BaseCheck:
@@ -222,14 +224,17 @@ class WeightSync:
         name = self._group = f"{self._run_name}-weights-{uuid.uuid4().hex[:8]}"
         world = self._ranks + self._workers
         try:
-            _, self.ways = await self._both(
+            last = (self._timeout_s, self._transport)
+            links, self.ways = await self._both(
                 "join",
-                [(name, r, world, self._ranks, plan.sends[r], self._timeout_s) for r in range(self._ranks)],
-                [(name, self._ranks + w, world, plan.receives[w], self._timeout_s) for w in range(self._workers)],
+                [(name, r, world, self._ranks, plan.sends[r], *last) for r in range(self._ranks)],
+                [(name, self._ranks + w, world, plan.receives[w], *last) for w in range(self._workers)],
             )
         except BaseException:
             self.invalidate()
             raise
+        for link in sorted({link for sent in links for link in sent}):
+            log.info("weight sync over %s: %.1f MB of each version", link, sum(s.get(link, 0) for s in links) / 1e6)
         for kind, direct in sorted({kind: direct for ways in self.ways for kind, direct in ways.items()}.items()):
             log.info("%s: %s", kind, "written in place" if direct else "reloaded, its kernels use another layout")
 
@@ -308,6 +313,26 @@ class WeightSync:
     @property
     def _call_s(self) -> float:
         return self._timeout_s + JOIN_MARGIN_S
+
+
+def choose_transport(wanted: str, device: str, colocate: bool) -> str:
+    """The transport of a group.
+
+    Args:
+        wanted: `sync.transport`.
+        device: "cpu" or "cuda", of all members.
+        colocate: members share GPUs.
+
+    Raises:
+        SyncError: the one that is wanted cannot work.
+    """
+    best = "gloo" if device == "cpu" else "cuda_ipc" if colocate else "nccl"
+    if wanted == "auto":
+        return best
+    if wanted == "nccl" and best != "nccl":
+        why = "it needs GPUs" if device == "cpu" else "it refuses two members on one GPU, and the plan is colocated"
+        raise SyncError(f"sync.transport = 'nccl' cannot be used here, {why}: write 'auto' or {best!r}")
+    return wanted
 
 
 def _named(pieces: list[Piece], names: set[str]) -> list[Piece]:

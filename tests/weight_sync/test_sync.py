@@ -42,7 +42,7 @@ SMALL_BUCKETS_MIB = 1 / 64
 """So that the tiny models need many rounds, and experts do not fit into one batch."""
 
 
-def make_config(folder, layout: dict[str, int], bucket_mib: float = 64) -> RunConfig:
+def make_config(folder, layout: dict[str, int], bucket_mib: float = 64, transport: str = "auto") -> RunConfig:
     config = RunConfig.model_validate(
         {
             "run_dir": str(folder.parent / "run"),
@@ -54,7 +54,7 @@ def make_config(folder, layout: dict[str, int], bucket_mib: float = 64) -> RunCo
             "timeouts": {"rollout_s": 60, "start_s": 300, "step_s": 120, "sync_s": 30},
         }
     )
-    return config.model_copy(update={"sync": SyncConfig.model_construct(transport="auto", bucket_mib=bucket_mib)})
+    return config.model_copy(update={"sync": SyncConfig.model_construct(transport=transport, bucket_mib=bucket_mib)})
 
 
 class Rig:
@@ -80,8 +80,8 @@ class Rig:
         (address,) = self.ranks.call("free_address", timeout_s=60, only=["rank-0"])
         self.ranks.call("start", *address, timeout_s=300)
 
-    def build(self, arch: str, layout: dict[str, int], bucket_mib: float) -> WeightSync:
-        config = make_config(self.models[arch], layout, bucket_mib)
+    def build(self, arch: str, layout: dict[str, int], bucket_mib: float, transport: str = "auto") -> WeightSync:
+        config = make_config(self.models[arch], layout, bucket_mib, transport)
         self.ranks.call("rebuild", config, timeout_s=120)
         self.engines.call("use", arch, timeout_s=300)
         return WeightSync(
@@ -165,6 +165,21 @@ def test_engine_holds_the_merged_weights_and_gives_the_trainers_logprobs(rig, ar
     # Without another sync the changed adapters show: the comparison above is not blind.
     rig.ranks.call("perturb_adapters", 3, 0.1, timeout_s=60)
     assert rig.largest_difference() > 1e-2
+    asyncio.run(sync.close())
+
+
+def test_engines_that_map_the_trainers_memory_get_each_new_version(rig):
+    """The transport of colocated GPUs; on CPU its buffers are shared memory. They are kept from sync to sync."""
+    sync = rig.build("moe", LAYOUTS["EP2"], SMALL_BUCKETS_MIB, "cuda_ipc")
+
+    async def scenario() -> None:
+        await sync.set_up()
+        for version in (1, 2, 3):
+            await rig.ranks.acall("perturb_adapters", version, 0.1, timeout_s=60)
+            assert "over cuda_ipc" in str(await sync.run(version))
+
+    asyncio.run(scenario())
+    assert rig.largest_difference() < 1e-4
     asyncio.run(sync.close())
 
 
