@@ -69,3 +69,10 @@ def connect() -> str | None:
 
     context: Any = ray.init(logging_level=logging.WARNING, ignore_reinit_error=True)
     return f"http://{context.dashboard_url}" if context.dashboard_url else None
+
+
+def disconnect() -> None:
+    """Leave the cluster, after the log lines of its actors have come."""
+    import ray
+
+    ray.shutdown()

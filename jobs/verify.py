@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 
-from jobs.cli import connect, read_recipe, recipe_parser, run
+from jobs.cli import connect, disconnect, read_recipe, recipe_parser, run
 from jobs.train import check_cluster
 from rl_actors.driver.self_check import Check
 from rl_actors.preflight import Prepared, prepare
@@ -30,6 +30,8 @@ def main() -> int:
     connect()
     check_cluster(prepared.config)
     checks = asyncio.run(verify(prepared, arguments.prompts))
+    # Actors' last log lines come before the result, not behind it.
+    disconnect()
     show(checks)
     if arguments.json:
         print(json.dumps({"checks": [as_dict(check) for check in checks]}))
