@@ -65,10 +65,14 @@ async def start_pools(config: RunConfig, run_name: str) -> AsyncIterator[Pools]:
     rollout = RolloutPool(config, placement, device, run_name)
     reward = RewardPool(config.reward, run_name)
     try:
+        if device == "gpu" and config.placement.colocate and config.rollout.kv_cache_gib is None:
+            # vLLM measures free memory to size its KV cache, and refuses if that changes under it (0.26).
+            await rollout.start()
         async with asyncio.TaskGroup() as starting:
             starting.create_task(trainer.start())
-            starting.create_task(rollout.start())
             starting.create_task(reward.start())
+            if not rollout.started:
+                starting.create_task(rollout.start())
         sync = WeightSync(
             TrainerMembers(trainer.actors),
             EngineMembers(rollout.actors, config.rollout.tp),

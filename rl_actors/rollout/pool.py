@@ -109,6 +109,11 @@ class RolloutPool:
             raise
         await self._set_state(list(self._engines.values()), "serving")
 
+    @property
+    def started(self) -> bool:
+        """The engines hold the model."""
+        return any(engine.state == "serving" for engine in self._engines.values())
+
     async def _load(self, engines: list[_Engine]) -> None:
         names, start_s = [engine.actor for engine in engines], self._config.timeouts.start_s
         times = await self.actors.acall("start", timeout_s=start_s, only=names)
