@@ -99,8 +99,11 @@ def stream_events(prepared: Prepared) -> Iterator[Any]:
     except StopIteration:
         return
     except exceptions.RayTaskError as error:
-        if isinstance(error.cause, RLActorsError):
-            raise error.cause from error
+        cause: Any = error
+        while isinstance(cause, exceptions.RayTaskError):
+            cause = cause.cause
+        if isinstance(cause, RLActorsError):
+            raise cause from error
         raise
     except exceptions.RayActorError as error:
         raise ActorDiedError(f"the driver actor died: {error}") from error

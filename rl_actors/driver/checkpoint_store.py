@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _WRITING = ".writing-"
+_SEALED = re.compile(r"step-\d{6,}")
 
 
 class CheckpointStore:
@@ -57,7 +59,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of the sealed checkpoints, oldest first."""
-        return sorted(self.step_of(path) for path in self.folder.glob("step-*") if path.is_dir())
+        return sorted(self.step_of(path) for path in self.folder.glob("step-*") if _SEALED.fullmatch(path.name))
 
     @staticmethod
     def step_of(checkpoint: Path) -> int:
@@ -95,6 +97,8 @@ def verify(checkpoint: Path) -> None:
         manifest = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {checkpoint} has no readable {MANIFEST}") from error
+    if not isinstance(manifest, dict) or not manifest:
+        raise CheckpointError(f"checkpoint {checkpoint} has an empty {MANIFEST}")
     for name, expected in manifest.items():
         file = checkpoint / name
         if not file.is_file():

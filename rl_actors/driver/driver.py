@@ -5,18 +5,23 @@ Invariant: however a run ends, its files are closed and its actors and bundles a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 from rl_actors.config import RunConfig
 from rl_actors.config_file import dump_config
+from rl_actors.data.order import PromptOrder
 from rl_actors.driver.checkpoint_store import CheckpointStore
 from rl_actors.driver.pools import start_pools
+from rl_actors.driver.run_folder import only_writer, read_step
 from rl_actors.driver.training_loop import TrainingLoop
 from rl_actors.tracking.console import PlacedActor
 from rl_actors.tracking.records import EvalRecord, StepRecord
 from rl_actors.tracking.tracker import Tracker
 from rl_actors.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 Event = list[PlacedActor] | StepRecord | EvalRecord | dict[str, Any]
 """What a run streams: first where its actors are, then records, at last its summary."""
@@ -37,9 +42,24 @@ class Driver:
 
     async def run(self) -> AsyncIterator[Event]:
         """Train from the newest whole checkpoint, or from the base model, to the last step."""
+        with only_writer(self._config.run_path):
+            async for event in self._run():
+                yield event
+
+    async def _run(self) -> AsyncIterator[Event]:
         config, folder = self._config, self._config.run_path
         store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep_last)
         checkpoint = store.load_newest() if config.checkpoint.resume == "auto" else None
+        if checkpoint is not None:
+            order = PromptOrder(len(self._prompts), config.seed, config.data.shuffle)
+            step = read_step(checkpoint, config, order)
+            if step >= config.pipeline.steps:
+                logger.warning(
+                    "nothing to train: %s is already after step %d of pipeline.steps %d",
+                    checkpoint,
+                    step,
+                    config.pipeline.steps,
+                )
         tracker = Tracker(config, folder, None if checkpoint is None else store.step_of(checkpoint))
         (folder / "config.yaml").write_text(dump_config(config))
         finished = False

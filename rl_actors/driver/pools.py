@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from placement.bundles import Placement, grant, resolve_device
 from rl_actors.config import RunConfig
 from rl_actors.driver.plan_run import plan_run
+from rl_actors.driver.together import together
 from rl_actors.rewards.pool import RewardPool
 from rl_actors.rollout.pool import RolloutPool
 from rl_actors.tracking.console import PlacedActor
@@ -68,11 +69,8 @@ async def start_pools(config: RunConfig, run_name: str) -> AsyncIterator[Pools]:
         if device == "gpu" and config.placement.colocate and config.rollout.kv_cache_gib is None:
             # vLLM measures free memory to size its KV cache, and refuses if that changes under it (0.26).
             await rollout.start()
-        async with asyncio.TaskGroup() as starting:
-            starting.create_task(trainer.start())
-            starting.create_task(reward.start())
-            if not rollout.started:
-                starting.create_task(rollout.start())
+        rest = [trainer.start(), reward.start()]
+        await together(rest if rollout.started else [*rest, rollout.start()])
         sync = WeightSync(
             TrainerMembers(trainer.actors),
             EngineMembers(rollout.actors, config.rollout.tp),

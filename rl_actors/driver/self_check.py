@@ -18,6 +18,7 @@ import numpy as np
 from rl_actors.algorithms.batching import make_train_batch
 from rl_actors.config import RunConfig
 from rl_actors.driver.pools import Pools
+from rl_actors.driver.together import together
 from rl_actors.errors import RLActorsError
 from rl_actors.rollout.samples import Sampling
 from rl_actors.types import Prompt, TrainBatch, TrajectoryGroup
@@ -103,7 +104,7 @@ async def _sampled_batch(config: RunConfig, pools: Pools, prompts: Sequence[Prom
     sampling = replace(
         Sampling.for_training(config.rollout), max_new_tokens=min(ANSWER_TOKENS, config.rollout.max_new_tokens)
     )
-    answers = await asyncio.gather(*(pools.rollout.generate(p, SAMPLES, config.seed, sampling) for p in prompts))
+    answers = await together(pools.rollout.generate(p, SAMPLES, config.seed, sampling) for p in prompts)
     rewards = np.arange(SAMPLES, dtype=np.float32)
     groups = [TrajectoryGroup(p, tuple(a), rewards) for p, a in zip(prompts, answers, strict=True)]
     batch, _ = make_train_batch(groups, config.algorithm)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +30,9 @@ from rl_actors.driver.checkpoint_store import CheckpointStore
 from rl_actors.driver.group_queue import GroupQueue
 from rl_actors.driver.pools import Pools
 from rl_actors.driver.records import step_record
-from rl_actors.errors import ActorDiedError, SyncError
+from rl_actors.driver.run_folder import read_step, write_driver_state
+from rl_actors.driver.together import together
+from rl_actors.errors import ActorDiedError, ActorLateError, SyncError, TrainingError
 from rl_actors.rollout.samples import Sampling
 from rl_actors.tracking.records import EvalRecord, StepRecord
 from rl_actors.tracking.tracker import Tracker
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 SYNC_ATTEMPTS = 3
 ENGINE_LIVES = 3
 """How often a prompt is sampled again because no engine was left."""
-DRIVER_STATE = "driver.json"
+WATCH_EVERY_S = 10.0
 
 
 class TrainingLoop:
@@ -83,7 +84,7 @@ class TrainingLoop:
         queue = GroupQueue(pipeline.prompts_per_step, pipeline.max_staleness, version)
         if version == 0 and self._eval_prompts:
             yield await self._evaluate(queue)
-        producer = asyncio.create_task(self._produce(queue))
+        helpers = [asyncio.create_task(self._produce(queue)), asyncio.create_task(self._watch_trainer(queue))]
         try:
             for step in range(version + 1, steps + 1):
                 yield await self._step(step, queue)
@@ -92,8 +93,9 @@ class TrainingLoop:
                 if step == steps or _due(step, self._config.checkpoint.every_steps):
                     await self._save(step)
         finally:
-            producer.cancel()
-            await asyncio.gather(producer, return_exceptions=True)
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
 
     async def _begin(self, checkpoint: Path | None) -> int:
         """Bring trainer and engines to the same version, 0 or a checkpoint's; returns it."""
@@ -103,7 +105,7 @@ class TrainingLoop:
         if checkpoint is None:
             await pools.rollout.resume(0)
             return 0
-        version = int(json.loads((checkpoint / DRIVER_STATE).read_text())["step"])
+        version = read_step(checkpoint, self._config, self._order)
         await pools.trainer.load(str(checkpoint))
         await self._publish(version)
         logger.info("going on after step %d from %s", version, checkpoint)
@@ -157,8 +159,11 @@ class TrainingLoop:
         config, tracker = self._config, self._tracker
         with tracker.span("rollout_wait", step, "driver"):
             groups = await queue.take()
+        _check_logprobs(groups)
         batch, stats = make_train_batch(groups, config.algorithm)
         metrics: Mapping[str, float] = {}
+        if batch is None:
+            logger.warning("step %d trains nothing: in each of its %d groups all rewards are alike", step, len(groups))
         async with self._weights:
             if batch is not None:
                 batch = await self._with_logprobs(step, batch)
@@ -187,14 +192,30 @@ class TrainingLoop:
             try:
                 return await self._pools.sync.run(version)
             except SyncError as error:
+                await self._ping_trainer()
                 if attempt == SYNC_ATTEMPTS:
                     raise
                 logger.warning("%s; trying again (%d of %d)", error, attempt + 1, SYNC_ATTEMPTS)
                 self._tracker.instant("sync failed", version=version, error=str(error))
-                await self._pools.trainer.actors.acall("ping", timeout_s=self._config.timeouts.sync_s, control=True)
                 await self._pools.rollout.restart_dead()
                 self._pools.sync.invalidate()
         raise AssertionError("unreachable")
+
+    async def _ping_trainer(self) -> None:
+        """Raises ActorDiedError naming a trainer rank that is gone; without it no retry can help."""
+        await self._pools.trainer.actors.acall("ping", timeout_s=self._config.timeouts.sync_s, control=True)
+
+    async def _watch_trainer(self, queue: GroupQueue) -> None:
+        """Tell the queue when a trainer rank dies, since nobody calls the ranks while groups are awaited."""
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            try:
+                await self._ping_trainer()
+            except ActorLateError as error:
+                logger.warning("%s", error)
+            except ActorDiedError as error:
+                await queue.fail(error)
+                return
 
     # ---- evaluation and checkpoints ----
 
@@ -209,20 +230,28 @@ class TrainingLoop:
             return await self._pools.reward.score(prompt, trajectories)
 
         with self._tracker.span("evaluation", queue.version, "driver"):
-            async with asyncio.TaskGroup() as tasks:
-                scores = [tasks.create_task(score(*pair)) for pair in enumerate(self._eval_prompts)]
-        return self._tracker.evaluation(queue.version, float(np.mean([task.result() for task in scores])))
+            scores = await together(score(*pair) for pair in enumerate(self._eval_prompts))
+        return self._tracker.evaluation(queue.version, float(np.mean(scores)))
 
     async def _save(self, step: int) -> None:
         """Write a checkpoint, whole or not at all."""
         with self._tracker.span("checkpoint", step, "trainer"):
             folder = await asyncio.to_thread(self._store.begin, step)
             await self._pools.trainer.save(str(folder))
-            # Prompts are drawn in a fixed order and trained in it, so the step is the whole data cursor.
-            trained = step * self._config.pipeline.prompts_per_step
-            (folder / DRIVER_STATE).write_text(json.dumps({"step": step, "version": step, "prompts_trained": trained}))
+            write_driver_state(folder, self._config, step, self._order)
             (folder / "config.yaml").write_text(dump_config(self._config))
             await asyncio.to_thread(self._store.commit, step)
+
+
+def _check_logprobs(groups: Sequence[TrajectoryGroup]) -> None:
+    """Raises TrainingError if the engine's own numbers are not finite: the model's weights are broken."""
+    for group in groups:
+        for trajectory in group.trajectories:
+            if not np.isfinite(trajectory.logprobs).all():
+                raise TrainingError(
+                    f"the engine sampled prompt {group.prompt.id} with log-probabilities that are not finite: the "
+                    "weights are broken or diverged; go on from an older checkpoint, with a lower learning rate"
+                )
 
 
 def _due(step: int, every: int) -> bool:

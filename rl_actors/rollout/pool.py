@@ -127,11 +127,23 @@ class RolloutPool:
     async def restart_dead(self) -> list[str]:
         """Replace every dead engine by a new one on the same bundles; returns their names.
 
-        They are paused and do not serve before the next `resume(version)`, which must follow a sync that reached them.
+        Asks all engines first: one that died with nothing under way was not missed by anybody. The new ones are paused and do not serve before the next `resume(version)`, which must follow a sync that reached them.
         """
+        await self._look_for_dead()
         dead = [engine for engine in self._engines.values() if engine.state == "dead"]
         await asyncio.gather(*(self._restart(engine) for engine in dead))
         return [engine.name for engine in dead]
+
+    async def _look_for_dead(self) -> None:
+        engines = [engine for engine in self._engines.values() if engine.state != "dead"]
+        limit_s = self._config.timeouts.sync_s
+        calls = [self._call(engine, "health", timeout_s=limit_s, control=True) for engine in engines]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for engine, outcome in zip(engines, outcomes, strict=True):
+            if isinstance(outcome, ActorDiedError | ActorLateError):
+                await self._lose(engine, engine.life, outcome)
+            elif isinstance(outcome, dict) and outcome["state"] == "failed":
+                await self._lose(engine, engine.life, ActorDiedError(f"{engine.name} failed: {outcome['error']}"))
 
     async def restart(self, name: str) -> None:
         """Replace one engine, dead or alive. Its prompts are sent again."""
@@ -267,7 +279,7 @@ class RolloutPool:
         answers = await self.actors.acall(method, *arguments, timeout_s=timeout_s, only=[engine.actor], control=control)
         return answers[0]
 
-    async def _lose(self, engine: _Engine, life: int, error: ActorDiedError) -> None:
+    async def _lose(self, engine: _Engine, life: int, error: ActorDiedError | ActorLateError) -> None:
         """Report a dead engine once: all its requests come here, some of them after it was replaced."""
         if engine.state != "dead" and engine.life == life:
             self.lost_engines += 1

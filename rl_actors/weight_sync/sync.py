@@ -148,23 +148,24 @@ class WeightSync:
         """Bring the engines to the trainer's present weights and publish them as `version`.
 
         Raises:
-            SyncError: nothing was published and the engines are paused. Call again, after replacing what is dead.
+            SyncError: the version is not served by all engines; those without it are paused or dead. Call again, after
+                replacing what is dead.
         """
         started = time.perf_counter()
-        await self._bounded(self._pause(), "pause")
         try:
+            await self._bounded(self._pause(), "pause")
             if self._group is None:
                 await self._leave()
                 await self.set_up(check_base=False)
             sent, received, transfer_s = await self._transfer(version)
             self._compare(version, sent, received)
+            await self._bounded(self._resume(version), "resume")
         except (RLActorsError, RayError) as error:
             self.invalidate()
             raise _as_sync_error(error, f"weight version {version} was not published") from error
         except BaseException:
             self.invalidate()
             raise
-        await self._bounded(self._resume(version), "resume")
         return SyncReport(
             version=version,
             seconds=time.perf_counter() - started,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,3 +99,28 @@ def test_rollout_goes_on_during_a_slow_update(live: LivePools, tmp_path: Path, m
     assert overlaps(spans, "rollout", "update") > 0.05
     assert max(record.staleness_max for record in records) in (1, 2)
     assert all(record.dropped_stale == 0 for record in records)
+
+
+def test_a_killed_engine_is_replaced_and_the_run_goes_on(live: LivePools, tmp_path: Path) -> None:
+    """The only engine, killed between two steps, when no prompt may be under way to notice it."""
+    live.reset()
+    config = make_config(Path(live.prepared.config.model.path), tmp_path, checkpoint={"every_steps": 0})
+
+    async def train_and_kill() -> list[StepRecord]:
+        tracker = Tracker(config, tmp_path)
+        store = CheckpointStore(tmp_path / "checkpoints", 1)
+        loop = TrainingLoop(config, live.pools, tracker, store, live.prepared.train_prompts, [])
+        records: list[StepRecord] = []
+        async for record in loop.run(None):
+            assert isinstance(record, StepRecord)
+            records.append(record)
+            if record.step == 2:
+                (engine,) = live.pools.rollout.actors.actors.values()
+                assert engine.where is not None
+                os.kill(engine.where.pid, signal.SIGKILL)
+        tracker.finish()
+        return records
+
+    records = live.run(train_and_kill())
+    assert [record.version for record in records] == list(range(1, STEPS + 1))
+    assert records[-1].engine["lost_engines"] == 1
