@@ -29,6 +29,7 @@ class ModelShape:
         moe_layers: how many of the layers have experts.
         qk_norm: queries and keys of each head have a norm (Qwen3).
         attention_bias: the query, key and value projections have a bias (Qwen2).
+        max_positions: longest sequence the model was made for, stretched by its RoPE scaling; 0 if it does not say.
     """
 
     num_layers: int
@@ -45,6 +46,7 @@ class ModelShape:
     moe_layers: int = 0
     qk_norm: bool = False
     attention_bias: bool = False
+    max_positions: int = 0
 
     @property
     def is_moe(self) -> bool:
@@ -85,29 +87,33 @@ class ModelShape:
         """Read the dictionary of a config.json (Qwen2, Qwen3, Qwen3-MoE, Llama, Mixtral and their like).
 
         Raises:
-            ConfigError: a size is missing; the sentence names its key.
+            ConfigError: a size is missing or unusable; the sentence names its key.
         """
-        config = config.get("text_config") or config
+        config = _text_config(config)
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         layers = _size(config, "num_hidden_layers")
-        experts = int(_first(config, "num_experts", "num_local_experts", "n_routed_experts") or 0)
+        experts = _count_experts(config)
+        topk = _size(config, "num_experts_per_tok") if experts else 0
+        if topk > experts:
+            raise ConfigError(f"the model's config.json has num_experts_per_tok = {topk} but only {experts} experts")
         moe_layers = _count_moe_layers(config, layers) if experts else 0
         model_type = str(config.get("model_type", ""))
         return cls(
             num_layers=layers,
             hidden=hidden,
             heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
+            kv_heads=_size(config, "num_key_value_heads", heads),
+            head_dim=_size(config, "head_dim", hidden // heads),
             ffn=_size(config, "intermediate_size") if moe_layers < layers else 0,
-            moe_ffn=int(config.get("moe_intermediate_size") or _size(config, "intermediate_size")) if experts else 0,
+            moe_ffn=_size(config, _first(config, "moe_intermediate_size") or "intermediate_size") if experts else 0,
             experts=experts,
-            topk=_size(config, "num_experts_per_tok") if experts else 0,
+            topk=topk,
             vocab=_size(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
             moe_layers=moe_layers,
             qk_norm=model_type.startswith("qwen3"),
             attention_bias=bool(config.get("attention_bias", model_type == "qwen2")),
+            max_positions=_max_positions(config),
         )
 
     @classmethod
@@ -122,25 +128,49 @@ class ModelShape:
             raise ConfigError(f"model.path {folder} holds no config.json: give a folder of a Hugging Face model")
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError, OSError) as error:
             raise ConfigError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(config, dict):
             raise ConfigError(f"{path} holds a {type(config).__name__}, not the settings of a model")
         return cls.from_hf_config(config)
 
 
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    inner = config.get("text_config")
+    if inner is not None and not isinstance(inner, dict):
+        raise ConfigError(f"the model's config.json needs an object as 'text_config', it has {inner!r}")
+    return inner or config
+
+
+def _count_experts(config: dict[str, Any]) -> int:
+    key = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+    return _size(config, key, least=0) if key else 0
+
+
 def _count_moe_layers(config: dict[str, Any], layers: int) -> int:
-    step = int(config.get("decoder_sparse_step") or 1)
-    dense_only = set(config.get("mlp_only_layers") or ()) | set(range(int(config.get("first_k_dense_replace") or 0)))
+    step, dense_first = _size(config, "decoder_sparse_step", 1), _size(config, "first_k_dense_replace", 0, least=0)
+    listed = config.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+        raise ConfigError(f"the model's config.json needs a list of layers as 'mlp_only_layers', it has {listed!r}")
+    dense_only = {*listed, *range(dense_first)}
     return sum(1 for layer in range(layers) if layer not in dense_only and (layer + 1) % step == 0)
 
 
-def _first(config: dict[str, Any], *keys: str) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), None)
+def _max_positions(config: dict[str, Any]) -> int:
+    positions = _size(config, "max_position_embeddings", 0, least=0)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    factor = scaling.get("factor") if isinstance(scaling, dict) else None
+    return int(positions * factor) if isinstance(factor, int | float) and factor > 1 else positions
 
 
-def _size(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"the model's config.json needs a positive {key!r}, it has {value!r}")
+def _first(config: dict[str, Any], *keys: str) -> str | None:
+    """The first of the keys that has a value."""
+    return next((key for key in keys if config.get(key) is not None), None)
+
+
+def _size(config: dict[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+    value = default if config.get(key) is None else config[key]
+    if type(value) is not int or value < least:
+        kind = "positive" if least else "non-negative"
+        raise ConfigError(f"the model's config.json needs a {kind} {key!r}, it has {value!r}")
     return value

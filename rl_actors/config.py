@@ -6,8 +6,9 @@ Sizes that must agree with a model folder are checked in `rl_actors.preflight`.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -17,16 +18,34 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
 from rl_actors.paths import output_path
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and {int, float} & {annotation, *map(_plain, get_args(annotation))}:
+            raise ValueError("write a number, not true or false")
+        return value
+
+
+def _plain(annotation: Any) -> Any:
+    """The type under an Annotated."""
+    return getattr(annotation, "__origin__", annotation)
 
 
 class ModelConfig(Section):
@@ -43,7 +62,12 @@ class LoraConfig(Section):
     alpha: PositiveInt = 32
     """The adapter's output is scaled with alpha / rank."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    targets: Annotated[tuple[Text, ...], Field(min_length=1)] = (
+        "linear_qkv",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+    )
     """Megatron-Core module names; wildcards such as `*.layers.0.*.linear_qkv` work."""
     exclude: tuple[str, ...] = ()
     """Module names or wildcards among the targets to leave unadapted."""
@@ -63,8 +87,8 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
     weight_decay: NonNegativeFloat = 0.0
-    adam_beta1: Fraction = 0.9
-    adam_beta2: Fraction = 0.95
+    adam_beta1: Decay = 0.9
+    adam_beta2: Decay = 0.95
     adam_eps: PositiveFloat = 1e-8
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm limit; 0 turns clipping off."""
@@ -102,7 +126,7 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: int = -1
     """-1 is off."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Text, ...] = ()
     """Strings that end an answer; the tokenizer's end-of-sequence token always does."""
     max_num_seqs: PositiveInt = 256
     """Sequences an engine samples at the same time."""
@@ -113,6 +137,13 @@ class RolloutConfig(Section):
     """Skip CUDA graphs: starts sooner, samples slower."""
     threads_per_engine: PositiveInt = 1
     """Torch threads of each engine when it runs on CPU."""
+
+    @field_validator("top_k")
+    @classmethod
+    def _top_k_is_off_or_positive(cls, value: int) -> int:
+        if value != -1 and value < 1:
+            raise ValueError("use -1 to turn it off, or a number of at least 1")
+        return value
 
 
 class PlacementConfig(Section):
@@ -259,6 +290,13 @@ class RunConfig(Section):
     timeouts: TimeoutConfig = TimeoutConfig()
     tracking: TrackingConfig = TrackingConfig()
     seed: NonNegativeInt = 0
+
+    @field_validator("run_dir")
+    @classmethod
+    def _run_dir_is_a_folder_of_its_own(cls, value: str) -> str:
+        if not value.strip() or Path(os.path.normpath(value)).name in ("", ".", "..", "~"):
+            raise ValueError("a run needs a folder of its own, such as runs/first")
+        return value
 
     @property
     def run_path(self) -> Path:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from rl_actors.config import RunConfig
 from rl_actors.errors import ConfigError
+from rl_actors.paths import given_path
 
 
 class _Yaml(yaml.SafeLoader):
@@ -21,6 +22,18 @@ class _Yaml(yaml.SafeLoader):
         first: [pair for pair in pairs if first not in "yYnNoO" or pair[0] != "tag:yaml.org,2002:bool"]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """A key that stands twice is refused: PyYAML silently takes the last."""
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+            if name in seen:
+                raise yaml.composer.ComposerError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
+            if name:
+                seen.add(name)
+        return node
 
 
 _Yaml.add_implicit_resolver(
@@ -34,13 +47,18 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     Raises:
         ConfigError: one sentence for each fault: what, where, and what to write instead.
     """
-    path = Path(path)
+    path = given_path(str(path))
     if not path.is_file():
         raise ConfigError(f"configuration {path} is not a file: give a recipe such as jobs/configs/quickstart.yaml")
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Yaml) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration {path} is not valid YAML: {' '.join(str(error).split())}") from error
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"configuration {path} is not valid YAML: byte {error.start} is not UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from error
+    tree = _read_yaml(text, f"configuration {path} is")
+    if tree is None:
+        tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(
             f"configuration {path} holds a {type(tree).__name__}: write `section:` with `key: value` under it"
@@ -68,10 +86,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError(f"override {override!r} is not of the form section.key=value, such as trainer.ep=2")
-    try:
-        value = yaml.load(text, _Yaml)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
+    value = _read_yaml(text, f"override {_shown(override)}: the value is")
     for depth, key in enumerate(keys[:-1], start=1):
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
@@ -79,18 +94,35 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     tree[keys[-1]] = value
 
 
+def _read_yaml(text: str, what: str) -> Any:
+    try:
+        return yaml.load(text, _Yaml)
+    except Exception as error:  # a value such as 2020-13-45 raises whatever its Python type raises
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ConfigError(f"{what} not valid YAML: {reason or type(error).__name__}") from error
+
+
+def _shown(value: Any) -> str:
+    """The value as a person wrote it, cut to a length that fits in a sentence."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python refuses to write integers of thousands of digits
+        return f"a {type(value).__name__} that is too large to show"
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
 def _explain(fault: Any, source: str) -> str:
     location = [str(part) for part in fault["loc"]]
     where = ".".join(location) or "the configuration"
     if fault["type"] == "extra_forbidden":
         near = _nearest_key(location)
-        return f"unknown key {where!r} in {source}" + (f": did you mean {near!r}?" if near else "")
+        return f"unknown key {_shown(where)} in {source}" + (f": did you mean {near!r}?" if near else "")
     if fault["type"] == "missing":
         return f"{source} needs a value for {where!r}"
-    message = fault["msg"].removeprefix("Value error, ")
+    message = " ".join(fault["msg"].removeprefix("Value error, ").split())
     if not location:
         return f"{source}: {message}"
-    return f"{source}: {where} = {fault['input']!r} cannot be used: {message[0].lower()}{message[1:]}"
+    return f"{source}: {where} = {_shown(fault['input'])} cannot be used: {message[0].lower()}{message[1:]}"
 
 
 def _nearest_key(location: list[str]) -> str | None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from rl_actors.errors import ConfigError
+
 
 def home() -> Path:
     """The folder that relative output paths are relative to."""
@@ -23,13 +25,35 @@ def home() -> Path:
 
 def output_path(path: str) -> Path:
     """The absolute place of something a run writes."""
-    return (home() / Path(path).expanduser()).resolve()
+    return given_path(str(home() / given_path(path))).resolve()
 
 
 def input_path(path: str) -> Path:
     """The absolute place of something a run reads: as given from here if it is there, else from `home()`."""
-    given = Path(path).expanduser()
-    return given.resolve() if given.exists() else (home() / given).resolve()
+    given = given_path(path)
+    return given.resolve() if given.exists() else given_path(str(home() / given)).resolve()
+
+
+def given_path(path: str) -> Path:
+    """The path with ~ written out. There may be nothing there, but there could be.
+
+    Raises:
+        ConfigError: the system can have no such path: NUL, a name too long, an unknown user, a loop of links.
+    """
+    shown = repr(path if len(path) <= 100 else path[:100] + "...")
+    try:
+        path.encode()
+        given = Path(path).expanduser()
+        given.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return given
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"path {shown} cannot be used: it is not valid Unicode") from error
+    except OSError as error:
+        raise ConfigError(f"path {shown} cannot be used: {error.strerror}") from error
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"path {shown} cannot be used: {error}") from error
+    return given
 
 
 def cache_path() -> Path:

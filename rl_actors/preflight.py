@@ -5,7 +5,9 @@ Invariant: what passes here fails later only for reasons outside the configurati
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,11 +46,17 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigError: what is wrong, where, and what to write instead.
     """
     config = with_absolute_paths(config)
+    check_run_dir(config.run_path)
     shape, layout, engines = check_model(config)
+    check_weights(Path(config.model.path))
     resolve(config.reward.function, config.reward.kwargs)
     tokenizer = load_tokenizer(config.model.path)
     train = load_prompts(config.data, tokenizer, "train", _prompt_limit(config))
     held_out = load_prompts(config.data, tokenizer, "eval", _prompt_limit(config)) if config.data.eval else []
+    if config.data.eval and len(held_out) < config.evaluation.prompts:
+        logger.info(
+            "evaluation.prompts is %d, data.eval has %d: all are used", config.evaluation.prompts, len(held_out)
+        )
     return Prepared(config, shape, layout, engines, train, held_out[: config.evaluation.prompts])
 
 
@@ -67,7 +75,65 @@ def check_model(config: RunConfig) -> tuple[ModelShape, MegatronLayout, EngineLa
     layout, engines = MegatronLayout.from_config(config.trainer), EngineLayout.from_config(config.rollout)
     layout.check_model(shape)
     engines.check_model(shape)
+    _check_sizes(config, shape)
     return shape, layout, engines
+
+
+def _check_sizes(config: RunConfig, shape: ModelShape) -> None:
+    """Settings that must agree with the model or with each other."""
+    length, rank, tp = config.rollout.max_model_len, config.lora.rank, config.trainer.tp
+    if shape.max_positions and length > shape.max_positions:
+        raise ConfigError(
+            f"rollout.max_model_len = {length} is more than the model's {shape.max_positions} positions "
+            f"(max_position_embeddings): use at most {shape.max_positions}"
+        )
+    if rank % tp:
+        raise ConfigError(f"lora.rank = {rank} is not a multiple of trainer.tp = {tp}: use {-(-rank // tp) * tp}")
+    if config.placement.device == "cpu":
+        for name, size in (("rollout.tp", config.rollout.tp), ("trainer.cp", config.trainer.cp)):
+            if size > 1:
+                raise ConfigError(f"{name} = {size} needs GPUs and placement.device is cpu: use {name} = 1")
+
+
+def check_run_dir(path: Path) -> None:
+    """Refuse a run folder that could not be made or written. Nothing is created."""
+    nearest = next(place for place in (path, *path.parents) if place.exists())
+    if not nearest.is_dir():
+        below = "is" if nearest == path else f"lies below {nearest}, which is"
+        raise ConfigError(f"run_dir {path} {below} a file: give a folder, or a name that is free")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"run_dir {path} cannot be written: {nearest} is not writable, give another folder")
+
+
+def check_weights(folder: Path) -> None:
+    """Every shard is there and has a readable header; tensors are not read. Raises ConfigError."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        for shard in _shards(index):
+            if not (folder / shard).is_file():
+                raise ConfigError(f"{index} names {shard}, which is missing: download the whole model again")
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                start = file.read(20)
+            if not start:
+                raise ConfigError(f"{path} is empty: download the model again")
+            if start.startswith(b"version https://git"):
+                raise ConfigError(f"{path} is a Git-LFS pointer, not the weights: run `git lfs pull` in {folder}")
+            with safe_open(path, framework="numpy") as tensors:
+                tensors.keys()
+        except (SafetensorError, OSError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(f"{path} is not a whole safetensors file ({reason}): download it again") from error
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        return sorted({str(shard) for shard in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError, OSError) as error:
+        raise ConfigError(f"{index} is not a safetensors index: download it again") from error
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -46,6 +46,16 @@ def test_a_dumped_configuration_reads_back_the_same(recipe: Path, tmp_path: Path
         (MINIMAL + "lorra: {rank: 4}\n", "unknown key 'lorra' .* did you mean 'lora'"),
         (MINIMAL + "trainer: {lr: 1}\n", "unknown key 'trainer.lr' .* did you mean 'trainer.optimizer.lr'"),
         (MINIMAL + "rollout: {temperature: -1}\n", "rollout.temperature = -1 cannot be used"),
+        ("a: 2020-13-45", "not valid YAML: month must be"),
+        ("a: !!int abc", "not valid YAML"),
+        ("a: !!timestamp abc", "not valid YAML"),
+        ("a: " + "9" * 5000, "not valid YAML"),
+        (MINIMAL + "seed: -0x" + "f" * 5000, "too large to show"),
+        ("[" * 3000, "nested too deeply"),
+        (MINIMAL + "seed: 1\nseed: 2\n", "the key 'seed' stands twice"),
+        (MINIMAL + "trainer:\n  tp: 1\n  'tp': 2\n", "the key 'tp' stands twice"),
+        ("false", "holds a bool"),
+        ("0", "holds a int"),
     ],
 )
 def test_a_wrong_recipe_gets_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
@@ -54,6 +64,51 @@ def test_a_wrong_recipe_gets_one_sentence(tmp_path: Path, text: str, sentence: s
     with pytest.raises(ConfigError, match=sentence) as caught:
         load_config(path)
     assert "\n" not in str(caught.value) and "recipe.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.temperature=.inf",
+        "rollout.kv_cache_gib=.inf",
+        "trainer.optimizer.lr=.nan",
+        "placement.timeout_s=.inf",
+        "trainer.optimizer.adam_beta1=1",
+        "trainer.optimizer.adam_beta2=1.0",
+        "rollout.top_k=0",
+        "rollout.top_k=-2",
+        "rollout.stop=['']",
+        "lora.targets=[]",
+        "run_dir=''",
+        "run_dir=.",
+        "run_dir=./",
+        "run_dir=/",
+        "run_dir=..",
+        "trainer.tp=true",
+        "seed=false",
+        "rollout.kv_cache_gib=true",
+    ],
+)
+def test_a_value_that_cannot_work_is_named(recipe: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=override.partition("=")[0].replace(".", r"\.") + ".* cannot be used"):
+        load_config(recipe, [override])
+
+
+@pytest.mark.parametrize("value", ["2020-13-45", "!!int abc", "[" * 3000, "9" * 5000, "{a: 1, a: 2}"])
+def test_an_override_that_is_no_yaml_is_refused(recipe: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"override 'seed=.*the value is not valid YAML"):
+        load_config(recipe, [f"seed={value}"])
+
+
+def test_a_merged_key_may_be_overridden(tmp_path: Path) -> None:
+    text = "run_dir: r\nmodel: {path: m}\ndata: &d {train: d}\n"
+    (tmp_path / "a.yaml").write_text(text.replace("data: &d", "data: {<<: {train: x, shuffle: false}, train: d} #"))
+    assert load_config(tmp_path / "a.yaml").data.shuffle is False
+
+
+def test_a_path_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be used: File name too long"):
+        load_config("x" * 5000)
 
 
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:

@@ -48,7 +48,14 @@ def render_questions(
         system = f"{data.system_prompt}\n" if data.system_prompt else ""
         texts = [system + question + data.prompt_suffix for question in questions]
     # The template has already written the special tokens.
-    encoded = tokenizer(texts, add_special_tokens=not data.chat_template, verbose=False)
+    try:
+        encoded = tokenizer(texts, add_special_tokens=not data.chat_template, verbose=False)
+    except Exception as error:  # lone surrogates in data.system_prompt, for one, are a TypeError
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"the model's tokenizer refuses the prompts ({type(error).__name__}: {reason}): "
+            "see data.system_prompt and data.prompt_suffix"
+        ) from error
     return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
 

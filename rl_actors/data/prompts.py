@@ -60,7 +60,9 @@ def load_prompts(
     ids = _row_ids(rows, data.id_column, where)
     token_ids = render_questions([row[data.prompt_column] for row in rows], tokenizer, data)
     prompts = PromptList(limit=limit)
-    for row, prompt_id, tokens in zip(rows, ids, token_ids, strict=True):
+    for number, (row, prompt_id, tokens) in enumerate(zip(rows, ids, token_ids, strict=True), start=1):
+        if not len(tokens):
+            raise ConfigError(f"{where}: row {number} renders to no tokens: see the model's chat template")
         if len(tokens) > limit:
             prompts.too_long += 1
         else:
@@ -96,6 +98,15 @@ def _check_columns(rows: list[Row], data: DataConfig, where: str) -> None:
             raise ConfigError(f"{where}: row {number}: {data.prompt_column!r} {found}")
         if not question.strip():
             raise ConfigError(f"{where}: row {number}: {data.prompt_column!r} is empty")
+        try:
+            question.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{where}: row {number}: {data.prompt_column!r} is not valid Unicode (character {error.start + 1} is "
+                "half of a surrogate pair): correct the row"
+            ) from error
+    if all(row.get(data.answer_column) is None for row in rows):
+        raise ConfigError(f"{where}: {data.answer_column!r} is null in every row: set data.answer_column to another")
 
 
 def _row_ids(rows: list[Row], column: str | None, where: str) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import socket
 import urllib.parse
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_actors.errors import ConfigError
+from rl_actors.paths import given_path
 
 Row = dict[str, Any]
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
@@ -36,7 +38,7 @@ def read_rows(source: str, split: str, setting: str = "data.train") -> list[Row]
     Raises:
         ConfigError: the dataset is missing, empty, or cannot be read.
     """
-    path = Path(source).expanduser()
+    path = given_path(source)
     if path.is_dir():
         rows = _read_folder(path, split, setting)
     elif path.is_file():
@@ -77,6 +79,8 @@ def _parse_lines(text: str, path: Path, setting: str) -> list[Row]:
             raise ConfigError(
                 f"{setting} {path}: line {number} is not valid JSON ({error.msg}, column {error.colno})"
             ) from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{setting} {path}: line {number} cannot be used ({_json_limit(error)})") from error
         rows.append(_as_row(row, f"{setting} {path}: line {number}"))
     return rows
 
@@ -89,11 +93,17 @@ def _parse_document(text: str, path: Path, setting: str) -> list[Row]:
     except json.JSONDecodeError as error:
         hint = "; one object a line is .jsonl: rename the file" if error.msg == "Extra data" else ""
         raise ConfigError(f"{setting} {path}: line {error.lineno} is not valid JSON ({error.msg}){hint}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{setting} {path} cannot be used ({_json_limit(error)})") from error
     if not isinstance(document, list):
         raise ConfigError(
             f"{setting} {path} holds a {type(document).__name__}: write a list of objects, one for each row"
         )
     return [_as_row(row, f"{setting} {path}: row {number}") for number, row in enumerate(document, start=1)]
+
+
+def _json_limit(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def _as_row(value: Any, where: str) -> Row:
@@ -114,19 +124,28 @@ def _read_parquet(path: Path, setting: str) -> list[Row]:
 
 
 def _read_folder(path: Path, split: str, setting: str) -> list[Row]:
+    # Importing the library takes long, so a folder that cannot be a dataset is refused without it.
+    if not any((path / name).is_file() for name in ("state.json", "dataset_info.json", "dataset_dict.json")):
+        raise ConfigError(_not_a_dataset(path, setting))
     import datasets
 
     try:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:  # the library raises many types for a folder that is not a dataset
-        inside = sorted(item.name for item in path.iterdir() if item.suffix in _SUFFIXES)
-        hint = f"give one of its files, such as {inside[0]}" if inside else "give a folder that save_to_disk wrote"
-        raise ConfigError(f"{setting} {path} is a folder but not a saved dataset: {hint}") from error
+        raise ConfigError(_not_a_dataset(path, setting)) from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise ConfigError(f"{setting} {path} has no split {split!r}; its splits are {', '.join(sorted(loaded))}")
         loaded = loaded[split]
     return [dict(row) for row in loaded]
+
+
+def _not_a_dataset(path: Path, setting: str) -> str:
+    inside = (
+        sorted(item.name for item in path.iterdir() if item.suffix in _SUFFIXES) if os.access(path, os.R_OK) else []
+    )
+    hint = f"give one of its files, such as {inside[0]}" if inside else "give a folder that save_to_disk wrote"
+    return f"{setting} {path} is a folder but not a saved dataset: {hint}"
 
 
 def _read_hub(name: str, split: str, setting: str) -> list[Row]:

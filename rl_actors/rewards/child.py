@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_actors.rewards.registry import RewardFunction, resolve
+from rl_actors.rewards.registry import RewardFunction, one_line, resolve
 from rl_actors.types import Prompt
 
 _PARENT_CHECK_S = 1.0
@@ -53,9 +53,15 @@ def _as_score(value: Any) -> float:
         value = value.item()
     if not isinstance(value, (numbers.Real, np.bool_)):
         raise ValueError(f"returned {value!r} of type {type(value).__name__}, not a number")
-    if not math.isfinite(value):
-        raise ValueError(f"returned {float(value)}, not a finite number")
-    return float(value)
+    try:
+        score = float(value)
+    except OverflowError:
+        raise ValueError("returned a number too large for float32") from None
+    if not math.isfinite(score):
+        raise ValueError(f"returned {score}, not a finite number")
+    if abs(score) > np.finfo(np.float32).max:
+        raise ValueError(f"returned {score}, which is not finite as float32")
+    return score
 
 
 def _describe(error: BaseException) -> str:
@@ -66,7 +72,7 @@ def _describe(error: BaseException) -> str:
         if code.co_filename != __file__:
             place = f" (in {code.co_name}, {code.co_filename}:{trace.tb_lineno})"
         trace = trace.tb_next
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type(error).__name__}: {one_line(error)}{place}"
 
 
 def _end_with_parent() -> None:

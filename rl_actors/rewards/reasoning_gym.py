@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import difflib
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-import reasoning_gym
-from reasoning_gym.factory import DATASETS, get_score_answer_fn
-from reasoning_gym.utils import extract_answer
-
 from rl_actors.types import Prompt
+
+with warnings.catch_warnings():  # cellpylib, which it imports, compares text with `is`
+    warnings.simplefilter("ignore", SyntaxWarning)
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS, get_score_answer_fn
+    from reasoning_gym.utils import extract_answer
 
 
 def reward(prompt: Prompt, text: str, task: str | None = None, binary: bool = False) -> float:

@@ -68,11 +68,18 @@ def _import(name: str, module_name: str) -> ModuleType:
         raise ConfigError(
             f"reward.function {name!r}: module {module_name} needs {error.name!r}, which is missing"
         ) from error
-    except Exception as error:  # the user's module may raise anything
-        reason = " ".join(str(error).split())
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise ConfigError(
-            f"reward.function {name!r}: importing {module_name} raised {type(error).__name__}: {reason}"
+            f"reward.function {name!r}: importing {module_name} raised {type(error).__name__}: {one_line(error)}"
         ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """The message of someone else's error in one line, also if writing it fails."""
+    try:
+        return " ".join(str(error).split())
+    except Exception as fault:  # noqa: BLE001 - a __str__ may raise anything, and the error itself must be told
+        return f"(its message cannot be read: __str__ raised {type(fault).__name__})"
 
 
 def _check_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any] | None) -> None:

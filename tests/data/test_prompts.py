@@ -84,6 +84,9 @@ def test_ids_from_a_column(load):
         ([{"question": "a", "answer": ""}, {"answer": ""}], {}, "row 2: 'question' is missing"),
         ([{"question": 5, "answer": ""}], {}, "row 1: 'question' is a int, not text"),
         ([{"question": " ", "answer": ""}], {}, "row 1: 'question' is empty"),
+        ([{"question": "a\ud800", "answer": ""}], {}, "row 1: 'question' is not valid Unicode .character 2"),
+        ([{"question": "a", "answer": None}], {}, "'answer' is null in every row"),
+        ([{"question": "a", "answer": ""}], {"system_prompt": "\ud800"}, "refuses the prompts"),
         ([{"question": "a", "answer": "", "k": 1}] * 2, {"id_column": "k"}, "rows 1 and 2 have the same 'k', '1'"),
         (
             [{"question": "a", "answer": "", "k": 1}, {"question": "a", "answer": ""}],
@@ -100,3 +103,9 @@ def test_faults_in_rows(load, rows, settings, message):
 def test_eval_must_be_named(tokenizer):
     with pytest.raises(ConfigError, match=r"data\.eval is not set"):
         load_prompts(DataConfig(train="x.jsonl"), tokenizer, "eval")
+
+
+def test_template_that_renders_to_nothing(load, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{# nothing #}")
+    with pytest.raises(ConfigError, match="row 1 renders to no tokens"):
+        load([{"question": "a", "answer": ""}])

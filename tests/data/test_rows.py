@@ -1,6 +1,7 @@
 """Every form of dataset gives the same rows; every fault is one sentence that says where."""
 
 import json
+import sys
 import time
 
 import datasets
@@ -67,6 +68,10 @@ def test_split_of_a_saved_dataset(tmp_path):
         ("a.json", '[{"q": 1}, 2]', "row 2 holds a int"),
         ("a.json", '{"q": 1}\n{"q": 2}\n', "line 2 is not valid JSON .*rename the file"),
         ("a.txt", "hello", "is not a .json, .jsonl or .parquet file"),
+        ("a.jsonl", '{"q": 1}\n' + "[" * 100_000, "a.jsonl: line 2 cannot be used .it is nested too deeply"),
+        ("a.jsonl", '{"q": ' + "9" * 5000 + "}", "line 1 cannot be used .a number has too many digits"),
+        ("a.json", "[" * 100_000, "a.json cannot be used .it is nested too deeply"),
+        ("a.json", '[{"q": ' + "9" * 5000 + "}]", "a.json cannot be used .a number has too many digits"),
         ("a.parquet", "hello", "is not a readable parquet file"),
     ],
 )
@@ -95,7 +100,14 @@ def test_missing_file_under_an_existing_folder_is_not_looked_up_on_the_hub(tmp_p
         read_rows("data/train", "train")
 
 
-def test_folder_that_is_no_dataset(tmp_path):
+@pytest.mark.parametrize("source", ["a\0b", "x" * 5000, "~nouser-of-this-name/x.jsonl", "\ud800.jsonl"])
+def test_impossible_path(source):
+    with pytest.raises(ConfigError, match=r"path .* cannot be used"):
+        read_rows(source, "train")
+
+
+def test_folder_that_is_no_dataset(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it takes long
     _as_jsonl(tmp_path)
     with pytest.raises(ConfigError, match=r"not a saved dataset: give one of its files, such as rows\.jsonl"):
         read_rows(str(tmp_path), "train")

@@ -71,3 +71,24 @@ def test_a_folder_is_read_and_faults_name_it(tmp_path):
         ModelShape.from_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_0_6B))
     assert ModelShape.from_folder(tmp_path).num_layers == 28
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_key_value_heads", "four"),
+        ("num_experts", "many"),
+        ("decoder_sparse_step", "one"),
+        ("mlp_only_layers", 5),
+        ("mlp_only_layers", ["0"]),
+        ("text_config", "x"),
+        ("num_experts_per_tok", 129),
+        ("head_dim", -128),
+        ("moe_intermediate_size", "wide"),
+        ("max_position_embeddings", "long"),
+        ("num_hidden_layers", True),
+    ],
+)
+def test_an_unusable_size_is_named(key, value):
+    with pytest.raises(ConfigError, match=key):
+        ModelShape.from_hf_config({**QWEN3_30B_A3B, key: value})

@@ -29,6 +29,19 @@ def raises(prompt, text):
     return 1.0
 
 
+class UnreadableError(Exception):
+    def __str__(self):
+        raise TypeError("no words")
+
+
+def raises_unreadable(prompt, text):
+    raise UnreadableError
+
+
+def raises_lines(prompt, text):
+    raise ValueError("first\n  second\n")
+
+
 def hangs(prompt, text):
     if text == "hang":
         time.sleep(600)
@@ -55,6 +68,8 @@ def returns(prompt, text):
         "numpy": np.float32(0.5),
         "array": np.array(0.5),
         "vector": np.ones(2),
+        "above float32": 1e39,
+        "huge": 10**400,
     }[text]
 
 

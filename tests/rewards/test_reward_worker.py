@@ -58,11 +58,26 @@ def test_function_that_raises(worker, prompt):
         ("infinite", "returned inf"),
         ("text", "returned '1.0' of type str"),
         ("vector", "of type ndarray"),
+        ("above float32", r"returned 1e\+39, which is not finite as float32"),
+        ("huge", "too large for float32"),
     ],
 )
 def test_values_that_are_no_numbers(shared_returns, prompt, text, message):
     with pytest.raises(RewardError, match=f"row-7.*{message}"):
         shared_returns.score(prompt(), [text])
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("raises_lines", r"ValueError: first second \(in raises_lines"),
+        ("raises_unreadable", r"UnreadableError: \(its message cannot be read: __str__ raised TypeError\) \(in "),
+    ],
+)
+def test_the_message_of_an_exception_is_one_line(worker, prompt, function, message):
+    with pytest.raises(RewardError, match=message) as caught:
+        worker(f"reward_samples:{function}").score(prompt(), ["a"])
+    assert "\n" not in str(caught.value)
 
 
 def test_values_that_are_numbers(shared_returns, prompt):

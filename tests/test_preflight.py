@@ -1,0 +1,98 @@
+"""What cannot work is refused before a pool starts, and without leaving anything behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rl_actors.config_file import parse_config
+from rl_actors.errors import ConfigError
+from rl_actors.preflight import check_model, check_run_dir, check_weights
+
+MODEL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "max_position_embeddings": 2048,
+}
+
+
+def _check(folder: Path, model: dict | None = None, **sections) -> None:
+    (folder / "config.json").write_text(json.dumps(MODEL | (model or {})))
+    (folder / "tokenizer.json").touch()
+    (folder / "model.safetensors").touch()
+    tree = {"run_dir": "r", "model": {"path": str(folder)}, "data": {"train": "d"}, "rollout": {"max_model_len": 2048}}
+    check_model(parse_config(tree | sections, "test"))
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"rollout": {"max_model_len": 2049}}, "max_model_len = 2049 .* use at most 2048"),
+        ({"trainer": {"tp": 4}, "lora": {"rank": 6}}, "lora.rank = 6 .* trainer.tp = 4: use 8"),
+        ({"trainer": {"cp": 2}, "placement": {"device": "cpu"}}, "trainer.cp = 2 needs GPUs"),
+        (
+            {"rollout": {"tp": 2, "max_model_len": 2048}, "placement": {"device": "cpu"}},
+            "rollout.tp = 2 needs GPUs",
+        ),
+    ],
+)
+def test_sizes_that_do_not_agree(tmp_path: Path, sections: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        _check(tmp_path, **sections)
+
+
+def test_sizes_that_agree(tmp_path: Path) -> None:
+    _check(tmp_path, trainer={"tp": 4}, lora={"rank": 8})
+    _check(tmp_path, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, rollout={"max_model_len": 4096})
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "sentence"), [("file", "is a file"), ("file/x/y", "lies below .*file"), ("new/x", "not writable")]
+)
+def test_run_folder(tmp_path: Path, run_dir: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    check_run_dir(tmp_path / "new" / "x")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(ConfigError, match=sentence):
+        check_run_dir(tmp_path / run_dir)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def _index(folder: Path, content: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda folder: (folder / "a.safetensors").write_bytes(b""), "a.safetensors is empty"),
+        (
+            lambda folder: (folder / "a.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid"),
+            "Git-LFS pointer",
+        ),
+        (
+            lambda folder: (folder / "a.safetensors").write_bytes((folder / "a.safetensors").read_bytes()[:-8]),
+            "a.safetensors is not a whole safetensors file",
+        ),
+        (lambda folder: (folder / "a.safetensors").write_bytes(b"hello" * 9), "not a whole safetensors file"),
+        (lambda folder: (folder / "b.safetensors").symlink_to("nowhere"), "b.safetensors is not a whole"),
+        (lambda folder: _index(folder, '{"weight_map": {"x": "b.safetensors"}}'), "names b.safetensors, .* missing"),
+        (lambda folder: _index(folder, "[]"), "not a safetensors index"),
+        (lambda folder: _index(folder, '{"weight_map": 5}'), "not a safetensors index"),
+    ],
+)
+def test_weights(tmp_path: Path, spoil, sentence: str) -> None:
+    save_file({"x": np.zeros(64, np.float32)}, tmp_path / "a.safetensors")
+    check_weights(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        check_weights(tmp_path)
+    assert "\n" not in str(caught.value)
