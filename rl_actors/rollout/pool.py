@@ -127,7 +127,8 @@ class RolloutPool:
     async def restart_dead(self) -> list[str]:
         """Replace every dead engine by a new one on the same bundles; returns their names.
 
-        Asks all engines first: one that died with nothing under way was not missed by anybody. The new ones are paused and do not serve before the next `resume(version)`, which must follow a sync that reached them.
+        Asks all engines first, since nobody misses one that died with nothing under way. The new ones are paused and do
+        not serve before the next `resume(version)`, which must follow a sync that reached them.
         """
         await self._look_for_dead()
         dead = [engine for engine in self._engines.values() if engine.state == "dead"]
