@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -67,7 +68,13 @@ def connect() -> str | None:
     """Join the Ray cluster of this job or machine, or start one here. Returns the dashboard's address."""
     import ray
 
-    context: Any = ray.init(logging_level=logging.WARNING, ignore_reinit_error=True)
+    try:
+        context: Any = ray.init(logging_level=logging.WARNING, ignore_reinit_error=True)
+    except ConnectionError as error:
+        if address := os.environ.get("RAY_ADDRESS"):
+            raise RLActorsError(f"the Ray cluster at RAY_ADDRESS={address} does not answer: {error}") from error
+        print("the Ray cluster that ran on this machine does not answer: starting another one here", file=sys.stderr)
+        context = ray.init(address="local", logging_level=logging.WARNING)
     return f"http://{context.dashboard_url}" if context.dashboard_url else None
 
 
