@@ -33,7 +33,7 @@ def synchronous_recipe(model: Path, run_dir: Path) -> list[str]:
         f"model.path={json.dumps(str(model))}",
         f"data={{train: {json.dumps(str(model / 'train.jsonl'))}, eval: {json.dumps(str(model / 'eval.jsonl'))}}}",
         "pipeline={steps: 6, prompts_per_step: 4, samples_per_prompt: 4, max_staleness: 0}",
-        f"reward.function={REWARD}",
+        f"reward={{function: {REWARD}}}",
         "checkpoint.every_steps=1",
         "evaluation.prompts=8",
         "tracking.wandb=off",
