@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rl_actors.config import RunConfig
@@ -68,6 +69,10 @@ def connect() -> str | None:
     """Join the Ray cluster of this job or machine, or start one here. Returns the dashboard's address."""
     import ray
 
+    if not (Path.home() / ".ray" / "auth_token").exists():
+        # Ray 2.60 would write a token here, and from then on refuse `ray job submit` without RAY_AUTH_MODE=token. A
+        # machine that has one keeps using it.
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     try:
         context: Any = ray.init(logging_level=logging.WARNING, ignore_reinit_error=True)
     except ConnectionError as error:

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import ray
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from jobs.cli import connect, read_recipe, run
@@ -35,7 +36,9 @@ def main() -> int:
     print(f"Ray dashboard: {dashboard}", flush=True)
     client = JobSubmissionClient(dashboard)
     command = [sys.executable, "-m", "jobs.train", RECIPE, *overrides, "checkpoint.resume=never"]
-    job = submit(client, shlex.join(command))
+    # Named, because Ray lets a job join any cluster of this machine.
+    address = ray.get_runtime_context().gcs_address
+    job = submit(client, f"RAY_ADDRESS={address} {shlex.join(command)}")
     try:
         asyncio.run(asyncio.wait_for(follow(client, job), TIME_LIMIT_S))
     except BaseException:

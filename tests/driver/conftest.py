@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import ray
-from live_pools import LivePools, make_config
 
 from rl_actors.driver.pools import start_pools
 from rl_actors.preflight import prepare
+from tests.driver.live_pools import LivePools, make_config
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from live_pools import make_config
 
 from rl_actors.config import RunConfig
 from rl_actors.data.order import PromptOrder
 from rl_actors.driver.run_folder import only_writer, read_step, write_driver_state
 from rl_actors.errors import CheckpointError, ConfigError
+from tests.driver.live_pools import make_config
 
 
 def config_and_order(folder: Path, prompts: int = 64, **sections: dict) -> tuple[RunConfig, PromptOrder]:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from length_reward import shorter_is_better
-from live_pools import STEPS, LivePools, make_config
 
 from rl_actors.algorithms.batching import make_train_batch
 from rl_actors.config import RunConfig
@@ -22,6 +20,8 @@ from rl_actors.tracking.records import StepRecord, read_metrics
 from rl_actors.tracking.trace import overlaps, read_trace
 from rl_actors.tracking.tracker import Tracker
 from rl_actors.types import TrajectoryGroup
+from tests.driver.length_reward import shorter_is_better
+from tests.driver.live_pools import STEPS, LivePools, make_config
 
 TOLERANCE = 1e-6
 

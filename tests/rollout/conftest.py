@@ -10,18 +10,18 @@ import ray
 from tests.rollout.tiny_rollout import make_model
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def ray_cluster():
     ray.init(address="local", num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def moe_model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("moe") / "model", "moe")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def dense_model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("dense") / "model", "dense")
