@@ -14,7 +14,7 @@ from typing import Any
 from jobs.cli import connect, read_recipe, recipe_parser, run
 from rl_actors.config import RunConfig
 from rl_actors.errors import ActorDiedError, ActorLateError, RLActorsError
-from rl_actors.preflight import Prepared, prepare
+from rl_actors.preflight import Prepared, check_model, prepare
 
 logger = logging.getLogger("rl_actors.jobs")
 
@@ -43,12 +43,16 @@ def set_old_run_aside(config: RunConfig) -> None:
 
 
 def check_cluster(config: RunConfig) -> None:
-    """Refuse, before anything is reserved, what the cluster could never hold. Raises PlacementError."""
+    """Refuse, before anything is reserved, what the cluster could never hold. Raises ConfigError, PlacementError."""
     from placement.bundles import cluster_nodes, resolve_device
     from placement.feasibility import check_feasible
     from rl_actors.driver.plan_run import plan_run
 
-    check_feasible(plan_run(config, resolve_device(config.placement.device)), cluster_nodes())
+    device = resolve_device(config.placement.device)
+    # "auto" is only known now, and a CPU cluster allows less.
+    placement = config.placement.model_copy(update={"device": device})
+    check_model(config.model_copy(update={"placement": placement}))
+    check_feasible(plan_run(config, device), cluster_nodes())
 
 
 def train(prepared: Prepared, dashboard: str | None) -> dict[str, Any]:

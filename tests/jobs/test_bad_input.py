@@ -79,7 +79,11 @@ def test_long_prompts_are_dropped_and_counted(tiny_moe: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "sentence"),
-    [("trainer.epp=2", "did you mean 'trainer.pp'"), ("trainer.replicas=4000", "needs 4001 bundles")],
+    [
+        ("trainer.epp=2", "did you mean 'trainer.pp'"),
+        ("trainer.replicas=4000", "needs 4001 bundles"),
+        ("rollout.tp=2", "needs GPUs"),
+    ],
 )
 def test_the_job_says_it_with_exit_code_2_within_15_s(
     tiny_moe: Path, tmp_path: Path, run_job: Callable, override: str, sentence: str
