@@ -13,7 +13,7 @@ from rl_actors.types import Prompt
 
 TESTS = Path(__file__).parents[1]
 FEW_ROWS = TESTS / "fixtures" / "gsm8k_rows.jsonl"
-ALL_ROWS = Path(os.environ.get("GSM8K_DIR", TESTS.parents[1] / "shared" / "data" / "gsm8k"))
+ALL_ROWS = Path(os.environ.get("RL_ACTORS_GSM8K", TESTS.parents[1] / "shared" / "data" / "gsm8k"))
 
 
 def prompt(answer):
@@ -92,7 +92,7 @@ def test_real_rows():
         assert reward(prompt(row["answer"]), row["answer"]) == 1.0
 
 
-@pytest.mark.skipif(not ALL_ROWS.is_dir(), reason="set GSM8K_DIR to the folder of train.jsonl and test.jsonl")
+@pytest.mark.skipif(not ALL_ROWS.is_dir(), reason="set RL_ACTORS_GSM8K to the folder of train.jsonl and test.jsonl")
 @pytest.mark.parametrize(("split", "count"), [("train", 7473), ("test", 1319)])
 def test_every_row_of_the_dataset(split, count):
     rows = _read(ALL_ROWS / f"{split}.jsonl")
