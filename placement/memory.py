@@ -3,9 +3,8 @@
 Invariant: every figure follows from the model's shape and the configuration; nothing is measured here, and what is
 only roughly known is rounded up, so "fits" can be trusted more than "short by a little".
 
-Two constants come from a measurement on one H200 with Qwen3-30B-A3B. Training it, cut to 4 layers, on 16384 tokens
-peaked at 30.7 GiB: that is 10 bytes for each logit (bf16, its float32 copy and the gradient). An engine at 0.9 of the
-GPU kept 725k tokens of KV cache: that leaves 2.5 GiB for activations and CUDA graphs.
+One constant comes from a measurement on one H200 with Qwen3-30B-A3B: an engine at 0.9 of the GPU kept 725k tokens of
+KV cache, which leaves 2.5 GiB for activations and CUDA graphs.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ MIB = 2**20
 CUDA_OVERHEAD_BYTES = 2 * GIB
 """CUDA context, NCCL buffers and what the allocator cannot use, per process."""
 ENGINE_ACTIVATION_BYTES = int(2.5 * GIB)
+LOGIT_CHUNK_BYTES = 3 * 512 * MIB
+"""At work while log-probabilities are computed: the logits of one chunk of tokens (`rl_actors.trainer.logprobs`)."""
 OPTIMIZER_BYTES = 12
 """Per trained parameter: the float32 master copy and Adam's two moments, shared out over data parallel ranks."""
 
@@ -158,7 +159,7 @@ def _trainer_stage(
     dense, experts = adapter_parameters(model, layout, config.lora)
     # A packed micro-batch is cut over context parallel ranks.
     tokens = max(config.trainer.micro_batch_tokens, config.rollout.max_model_len) // layout.cp
-    logits = tokens * (model.vocab // layout.tp) * _logit_bytes(dtype_bytes) if stage == layout.pp - 1 else 0
+    logprobs = _logprobs(model, layout, tokens, dtype_bytes) if stage == layout.pp - 1 else 0
     kept, working = _activations(config, model, layout, tokens * dtype_bytes, stage)
     items = {
         "frozen base weights": trainer_parameters(model, layout, stage) * dtype_bytes,
@@ -166,17 +167,17 @@ def _trainer_stage(
         "adapter gradients (float32)": (dense + experts) * 4,
         "optimizer state of adapters": OPTIMIZER_BYTES * (-(-dense // layout.dp) + -(-experts // layout.edp)),
         "activations kept": kept,
-        # The logits are gone before the first layer's backward pass begins.
-        "logits" if logits > working else "backward of one layer": max(logits, working),
+        # Log-probabilities are done before the first layer's backward pass begins.
+        "log-probabilities" if logprobs > working else "backward of one layer": max(logprobs, working),
         "weight sync buffers": 2 * config.sync.bucket_mib * MIB,
         "CUDA and NCCL": CUDA_OVERHEAD_BYTES,
     }
     return Memory("trainer rank", items)
 
 
-def _logit_bytes(dtype_bytes: int) -> int:
-    """A logit in the model's type, its float32 copy (the same tensor in float32) and the gradient."""
-    return 4 + 4 + (dtype_bytes if dtype_bytes < 4 else 0)
+def _logprobs(model: ModelShape, layout: MegatronLayout, tokens: int, dtype_bytes: int) -> int:
+    """The logits of one chunk, and of each token its hidden state, chosen and whole, and the derivative by it."""
+    return min(LOGIT_CHUNK_BYTES, 12 * tokens * (model.vocab // layout.tp)) + 3 * tokens * model.hidden * dtype_bytes
 
 
 def _activations(

@@ -135,6 +135,7 @@ def build_model(
         adapters.check_targets(lora, chunks)
         adapted = [peft.apply(chunk) for chunk in chunks]
         for chunk in adapted:
+            _check_output_layer(chunk)
             _require_grad_of_first_input(chunk, trainer.recompute, layout)
         return adapted
 
@@ -233,6 +234,16 @@ def _ddp_config(layout: MegatronLayout) -> Any:
 def use_distributed_optimizer(layout: MegatronLayout) -> bool:
     """Optimizer state is split over data-parallel ranks where there are any."""
     return layout.dp > 1
+
+
+def _check_output_layer(chunk: Any) -> None:
+    from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
+
+    if isinstance(getattr(chunk, "output_layer", None), AdapterWrapper):
+        raise ConfigError(
+            "lora.targets reach the output layer, which stays frozen: its gradient would need the logits of all "
+            "tokens; add output_layer to lora.exclude"
+        )
 
 
 def _require_grad_of_first_input(chunk: Any, recompute: str, layout: MegatronLayout) -> None:

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 from rl_actors.trainer.batch import (
     Form,
@@ -81,16 +82,52 @@ def _finalize(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
 
 def _forward_step(
     model: TrainerModel, score: Score, temperature: float, data: Iterator[MicroBatch], chunk: Any
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+) -> tuple[Any, Callable[[Any], Any]]:
     micro_batch = next(data)
     device = model.torch_device
     output = chunk(
         torch.from_numpy(micro_batch.tokens).to(device),
         torch.from_numpy(micro_batch.positions).to(device),
         None,  # attention is causal and padding stands at the end, so no mask is needed
+        output_processor=partial(_chosen_tokens, model.shape.vocab, temperature, micro_batch),
         **_packed(micro_batch, device),
     )
-    return output, partial(_score, model, score, temperature, micro_batch)
+    return output, partial(_score, score, micro_batch)
+
+
+def _chosen_tokens(
+    vocab_size: int,
+    temperature: float,
+    micro_batch: MicroBatch,
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: Any,
+    output_weight: torch.Tensor | None,
+    scale_logits: Callable[[torch.Tensor], torch.Tensor],
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Megatron's `output_processor`, in place of its output layer: (logprobs, entropy), float32 [R].
+
+    `hidden_states` [s, b, H] come from the final norm. Each rank then works on its part of the vocabulary, so gradients
+    of hidden states are summed over tensor-parallel ranks on their way back: by Megatron's reduce-scatter where the
+    sequence is split over them too, by its all-reduce otherwise.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    if output_layer.sequence_parallel:
+        hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+    else:
+        hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+    length, rows = hidden_states.shape[:2]
+    where = micro_batch.predictors % length * rows + micro_batch.predictors // length
+    chosen_RH = hidden_states.flatten(0, 1).index_select(0, torch.from_numpy(where).to(hidden_states.device))
+    return token_logprobs(
+        scale_logits(chosen_RH),  # what scales logits scales hidden states as well: the output layer has no bias
+        output_layer.weight if output_weight is None else output_weight,
+        torch.from_numpy(micro_batch.targets).to(hidden_states.device),
+        temperature,
+        vocab_size,
+        group,
+    )
 
 
 def _packed(micro_batch: MicroBatch, device: torch.device) -> dict[str, Any]:
@@ -112,20 +149,13 @@ def _packed(micro_batch: MicroBatch, device: torch.device) -> dict[str, Any]:
 
 
 def _score(
-    model: TrainerModel, score: Score, temperature: float, micro_batch: MicroBatch, logits: torch.Tensor
+    score: Score, micro_batch: MicroBatch, output: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, Outcome | None]:
     """Megatron's loss function: (loss, a token count that nobody uses, what to keep)."""
-    flat = logits.reshape(-1, logits.shape[-1])
-    count = torch.zeros((), dtype=torch.int, device=flat.device)
+    logprobs, entropy = output
+    count = torch.zeros((), dtype=torch.int, device=logprobs.device)
     if len(micro_batch.predictors) == 0:
         # Backward must reach every rank's collectives, with gradients of zero.
-        return flat[:1].float().sum() * 0.0, count, None
-    logprobs, entropy = token_logprobs(
-        flat[torch.from_numpy(micro_batch.predictors).to(flat.device)],
-        torch.from_numpy(micro_batch.targets).to(flat.device),
-        temperature,
-        model.shape.vocab,
-        parallel_state.get_tensor_model_parallel_group(),
-    )
+        return logprobs.sum(), count, None
     loss, outcome = score(micro_batch, logprobs, entropy)
     return loss, count, outcome

@@ -9,10 +9,18 @@ from dataclasses import replace
 import pytest
 
 from placement.layout import MegatronLayout
-from placement.memory import GIB, adapter_parameters, estimate_memory, kv_bytes_per_token, trainer_parameters
+from placement.memory import (
+    GIB,
+    LOGIT_CHUNK_BYTES,
+    adapter_parameters,
+    estimate_memory,
+    kv_bytes_per_token,
+    trainer_parameters,
+)
 from placement.model_shape import ModelShape
 from rl_actors.config import LoraConfig
 from rl_actors.config_file import parse_config
+from rl_actors.trainer.logprobs import CHUNK_BYTES
 
 QWEN3_30B = ModelShape(48, 2048, 32, 4, 128, 0, 768, 128, 8, 151936, False, moe_layers=48, qk_norm=True)
 H100_GIB, H200_GIB = 79.0, 139.8
@@ -36,12 +44,18 @@ def test_an_engine_keeps_the_measured_kv_cache():
 
 
 def test_the_trainer_peaks_where_it_was_measured():
-    """Measured: 30.7 GiB for 4 layers, 16 x 1024 tokens, full recompute; the allocator's peak has no CUDA context."""
+    """Measured: 30.7 GiB for 4 layers, 16 x 1024 tokens, full recompute, by a program that held all logits in bf16,
+    in float32 and as a gradient; the allocator's peak has no CUDA context."""
     model = replace(QWEN3_30B, num_layers=4, moe_layers=4)
     trainer = {"micro_batch_tokens": 16 * 1024, "recompute": "full"}
     items = dict(estimate_memory(_config(trainer=trainer), model, H200_GIB).trainer.items)
-    del items["CUDA and NCCL"], items["weight sync buffers"]
-    assert sum(items.values()) / GIB == pytest.approx(30.7, rel=0.05)
+    del items["CUDA and NCCL"], items["weight sync buffers"], items["backward of one layer"]
+    all_logits = 16 * 1024 * 151_936 * (2 + 4 + 4)
+    assert (sum(items.values()) + all_logits) / GIB == pytest.approx(30.7, rel=0.05)
+
+
+def test_a_chunk_of_logits_is_what_the_trainer_takes():
+    assert LOGIT_CHUNK_BYTES == 3 * CHUNK_BYTES
 
 
 @pytest.mark.parametrize("sizes", itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4)))

@@ -113,17 +113,34 @@ def _everyones(worker: MegatronWorker, batch: TrainBatch, adapters: bool = True)
     return merge_logprobs(batch, everyone)
 
 
-def vocab_parallel(worker: MegatronWorker, logits: np.ndarray, targets: np.ndarray, vocab: int) -> dict[str, Any]:
-    """token_logprobs of this rank's columns, with the gradient of a weighted sum."""
+def vocab_parallel(
+    worker: MegatronWorker, hidden: np.ndarray, weight: np.ndarray, targets: np.ndarray, vocab: int
+) -> dict[str, Any]:
+    """token_logprobs with this rank's rows of the output layer, and its part of the gradient of a weighted sum."""
     from megatron.core import parallel_state
 
     from rl_actors.trainer.logprobs import token_logprobs
 
     group = parallel_state.get_tensor_model_parallel_group()
-    local = torch.from_numpy(logits).chunk(group.size(), dim=1)[group.rank()].clone().requires_grad_()
-    logprobs, entropy = token_logprobs(local, torch.from_numpy(targets), 0.7, vocab, group)
+    rows = torch.from_numpy(weight).chunk(group.size())[group.rank()]
+    local = torch.from_numpy(hidden).requires_grad_()
+    logprobs, entropy = token_logprobs(local, rows, torch.from_numpy(targets), 0.7, vocab, group, chunk=3)
     (logprobs * torch.arange(1.0, len(targets) + 1)).sum().backward()
     return {"logprobs": logprobs.detach().numpy(), "entropy": entropy.numpy(), "gradient": local.grad.numpy()}
+
+
+def train_with_whole_logits(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
+    """`train_once`, with log-probabilities by log_softmax of all logits and autograd. For one tensor-parallel rank."""
+
+    def plain(
+        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, vocab: int, group: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = torch.log_softmax((hidden @ weight.t())[:, :vocab] / temperature, dim=-1)
+        entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        return logprobs.gather(1, targets[:, None])[:, 0], entropy.detach()
+
+    with mock.patch("rl_actors.trainer.schedule.token_logprobs", plain):
+        return train_once(worker, batch)
 
 
 def look_at_stand_ins(worker: MegatronWorker) -> dict[str, Any]:

@@ -73,6 +73,19 @@ def test_update_equals_world_size_one(runs: Any, model: str, layout: str) -> Non
         assert run["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
 
 
+@pytest.mark.parametrize("model", ["dense", "tied", "moe"])
+def test_update_equals_that_with_whole_logits(
+    runs: Any, rank_processes: RankProcesses, tiny_config: Any, model: str
+) -> None:
+    one = runs(model, "one")
+    (plain,) = rank_processes.run(tasks.train_with_whole_logits, tiny_config(model), BATCH)
+    np.testing.assert_allclose(one["logprobs"], plain["logprobs"], atol=5e-6)
+    for name, expected in plain["gradients"].items():
+        assert np.linalg.norm(one["gradients"][name] - expected) <= 1e-5 * np.linalg.norm(expected), name
+    for name, value in plain["metrics"].items():
+        assert one["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+
+
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_every_adapted_layer_type_has_a_gradient(runs: Any, model: str) -> None:
     metrics = runs(model, "one")["metrics"]
