@@ -17,7 +17,7 @@ from rl_actors.config import RunConfig
 from rl_actors.config_file import load_config
 from rl_actors.errors import ConfigError, PlacementError, RLActorsError
 
-TINY = "tiny:"
+TINY, SHAPE = "tiny:", "shape:"
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -46,7 +46,7 @@ def recipe_parser(description: str) -> argparse.ArgumentParser:
 
 
 def read_recipe(path: str, overrides: Sequence[str]) -> RunConfig:
-    """Read a recipe; models and data named `tiny:moe...` or `tiny:dense...` are made if they are not there yet."""
+    """Read a recipe; what it names `tiny:...` or `shape:...` is made if it is not there yet."""
     config = load_config(path, list(overrides))
     data = config.data.model_copy(
         update={name: _made(value) for name in ("train", "eval") if (value := getattr(config.data, name))}
@@ -56,6 +56,10 @@ def read_recipe(path: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def _made(path: str) -> str:
+    if path.startswith(SHAPE):
+        from jobs.make_shape import cached_shape
+
+        return str(cached_shape(path.removeprefix(SHAPE)))
     if not path.startswith(TINY):
         return path
     from jobs.tiny_model.cache import cached_tiny_model

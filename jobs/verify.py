@@ -46,9 +46,8 @@ async def verify(prepared: Prepared, prompts: int) -> list[Check]:
     config, shape = prepared.config, prepared.shape
     tolerances = Tolerances.of(config.model.dtype, shape.is_moe)
     async with start_pools(config, f"{config.run_path.name}-verify") as pools:
-        return await self_check(
-            config, pools, prepared.train_prompts[:prompts], tolerances, shape.parameters <= EXPORT_LIMIT
-        )
+        with_export = shape.parameters <= EXPORT_LIMIT and not config.model.random_weights
+        return await self_check(config, pools, prepared.train_prompts[:prompts], tolerances, with_export)
 
 
 def show(checks: list[Check]) -> None:

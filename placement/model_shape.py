@@ -117,22 +117,48 @@ class ModelShape:
         )
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> ModelShape:
-        """Read `folder`/config.json.
+    def from_folder(cls, folder: str | Path, layers: int | None = None) -> ModelShape:
+        """Read `folder`/config.json, cut to the first `layers`.
 
         Raises:
-            ConfigError: the folder or the file is missing, or it is not a model's config.
+            ConfigError: the folder or the file is missing, it is not a model's config, or it has fewer layers.
         """
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise ConfigError(f"model.path {folder} holds no config.json: give a folder of a Hugging Face model")
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError, OSError) as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(config, dict):
-            raise ConfigError(f"{path} holds a {type(config).__name__}, not the settings of a model")
-        return cls.from_hf_config(config)
+        return cls.from_hf_config(_read_config(folder) | layer_cut(folder, layers))
+
+
+def layer_cut(folder: str | Path, layers: int | None) -> dict[str, Any]:
+    """The settings of `folder`/config.json that change when only the first `layers` are kept; none if all are.
+
+    Raises:
+        ConfigError: the model has fewer layers, or keeps its sizes where they cannot be cut.
+    """
+    if layers is None:
+        return {}
+    config = _read_config(folder)
+    if "text_config" in config:
+        raise ConfigError(f"model.layers cannot cut {folder}: its config.json has a text_config; leave it out")
+    have = _size(config, "num_hidden_layers")
+    if layers > have:
+        raise ConfigError(f"model.layers = {layers} is more than the model's {have} layers: use at most {have}")
+    listed = {key: config[key][:layers] for key in _PER_LAYER if isinstance(config.get(key), list)}
+    return {"num_hidden_layers": layers, **listed}
+
+
+_PER_LAYER = ("layer_types", "mlp_layer_types")
+"""Settings with one entry for each layer."""
+
+
+def _read_config(folder: str | Path) -> dict[str, Any]:
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"model.path {folder} holds no config.json: give a folder of a Hugging Face model")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds a {type(config).__name__}, not the settings of a model")
+    return config
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:

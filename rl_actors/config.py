@@ -53,6 +53,17 @@ class ModelConfig(Section):
     """Folder of a Hugging Face model: config.json, safetensors, tokenizer.json."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the frozen base weights and of the engine's weights. Merging is always done in float32."""
+    random_weights: bool = False
+    """Make the weights from config.json and the run's seed instead of reading any, for measurements and rehearsals; the
+    folder needs config.json and the tokenizer's files only."""
+    layers: PositiveInt | None = None
+    """With random_weights, cut the model to its first layers; None keeps all of them."""
+
+    @model_validator(mode="after")
+    def _only_random_weights_are_cut(self) -> ModelConfig:
+        if self.layers is not None and not self.random_weights:
+            raise ValueError("layers cuts a model that has no weights yet: set random_weights too, or leave layers out")
+        return self
 
 
 class LoraConfig(Section):

@@ -48,7 +48,8 @@ def prepare(config: RunConfig) -> Prepared:
     config = with_absolute_paths(config)
     check_run_dir(config.run_path)
     shape, layout, engines = check_model(config)
-    check_weights(Path(config.model.path))
+    if not config.model.random_weights:
+        check_weights(Path(config.model.path))
     resolve(config.reward.function, config.reward.kwargs)
     tokenizer = load_tokenizer(config.model.path)
     train = load_prompts(config.data, tokenizer, "train", _prompt_limit(config))
@@ -68,8 +69,8 @@ def check_model(config: RunConfig) -> tuple[ModelShape, MegatronLayout, EngineLa
             f"model.path {config.model.path} is not a folder: give a Hugging Face model's folder "
             "(config.json, safetensors, tokenizer.json), or tiny:moe or tiny:dense"
         )
-    shape = ModelShape.from_folder(folder)
-    for pattern in ("*.safetensors", "tokenizer.json"):
+    shape = ModelShape.from_folder(folder, config.model.layers)
+    for pattern in ("tokenizer.json",) if config.model.random_weights else ("*.safetensors", "tokenizer.json"):
         if not any(folder.glob(pattern)):
             raise ConfigError(f"model.path {folder} holds no {pattern}: give the folder of a whole Hugging Face model")
     layout, engines = MegatronLayout.from_config(config.trainer), EngineLayout.from_config(config.rollout)

@@ -80,6 +80,7 @@ async def start_pools(config: RunConfig, run_name: str) -> AsyncIterator[Pools]:
             config.timeouts.sync_s,
             run_name,
             colocate=config.placement.colocate,
+            engines_differ=config.model.random_weights,
         )
         yield Pools(placement, trainer, rollout, reward, sync)
     finally:

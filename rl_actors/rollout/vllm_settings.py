@@ -10,6 +10,7 @@ import logging
 import os
 from typing import Any, Literal
 
+from placement.model_shape import layer_cut
 from rl_actors.config import RunConfig
 from rl_actors.errors import ConfigError
 
@@ -77,6 +78,10 @@ def engine_arguments(config: RunConfig, device: Device) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if config.model.random_weights:
+        # vLLM's values are nobody's: the first sync replaces all of them.
+        arguments["load_format"] = "dummy"
+        arguments["hf_overrides"] = layer_cut(config.model.path, config.model.layers)
     return arguments | (_cpu_arguments(config) if device == "cpu" else _gpu_arguments(config))
 
 

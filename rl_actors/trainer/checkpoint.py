@@ -66,7 +66,7 @@ def save(worker: MegatronWorker, folder: Path) -> None:
     if everyone is None:
         return
     state = TrainerState(
-        base=worker.config.model.path,
+        base=("random weights of " if worker.config.model.random_weights else "") + worker.config.model.path,
         dtype=worker.config.model.dtype,
         lora=worker.config.lora,
         model=model.shape,

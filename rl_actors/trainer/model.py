@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from placement.layout import MegatronLayout
-from placement.model_shape import ModelShape
+from placement.model_shape import ModelShape, layer_cut
 from rl_actors.config import LoraConfig, ModelConfig, TrainerConfig
 from rl_actors.errors import ConfigError
 
@@ -113,18 +113,17 @@ def build_model(
     Raises:
         ConfigError: the layout cannot cut the model, a LoRA target matches nothing, or LoRA's rank is not divisible.
     """
-    from megatron.bridge import AutoBridge
     from megatron.core import tensor_parallel
 
     from rl_actors.trainer import lora as adapters
+    from rl_actors.trainer.random_weights import fill
 
-    shape = ModelShape.from_folder(model.path)
+    shape = ModelShape.from_folder(model.path, model.layers)
     layout.check_model(shape)
     _check_support(layout, lora, device)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
-    bridge = AutoBridge.from_hf_pretrained(str(Path(model.path)))
-    provider = bridge.to_megatron_provider(load_weights=True)
+    bridge, provider = _read_folder(model)
     _settings(provider, shape, layout, trainer, getattr(torch, model.dtype))
     _device_settings(provider, device)
     provider.finalize()
@@ -143,7 +142,24 @@ def build_model(
     chunks = provider.provide_distributed_model(ddp_config=_ddp_config(layout), wrap_with_ddp=True)
     shards = adapters.find_adapters(chunks)
     adapters.initialize(shards, lora, seed)
-    return TrainerModel(chunks, provider, bridge, shards, layout, shape, device)
+    built = TrainerModel(chunks, provider, bridge, shards, layout, shape, device)
+    if model.random_weights:
+        fill(built, seed)
+    return built
+
+
+def _read_folder(model: ModelConfig) -> tuple[Any, Any]:
+    """Bridge's AutoBridge, and the provider that builds the model with the folder's weights or with none yet."""
+    from megatron.bridge import AutoBridge
+    from transformers import AutoConfig
+
+    if not model.random_weights:
+        bridge = AutoBridge.from_hf_pretrained(str(Path(model.path)))
+        return bridge, bridge.to_megatron_provider(load_weights=True)
+    bridge = AutoBridge.from_hf_config(AutoConfig.from_pretrained(model.path, **layer_cut(model.path, model.layers)))
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.perform_initialization = False  # `random_weights.fill` does it, alike in every layout
+    return bridge, provider
 
 
 def _check_support(layout: MegatronLayout, lora: LoraConfig, device: Device) -> None:

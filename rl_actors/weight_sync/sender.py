@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -101,6 +102,7 @@ class WeightSender:
         if self._group is not None:
             leave_group(self._group.group_name)
             self._group = None
+        self._kept = [None] * BUFFERS
 
     def checksums(self, parts: tuple[Part, ...]) -> list[int]:
         """Of the base weights, rectangle by rectangle."""
@@ -156,10 +158,15 @@ class WeightSender:
             buffer = group.allocate(self._largest_round)
         messages = list(buffer[: sum(sizes)].split(sizes))
         targets = self._targets(one.messages, messages)
-        for name, merged in self._merger.merged(one.params):
+        for name, tensor in self._values(one.params):
             for part, target in targets[name]:
-                target.copy_(window(merged, part.local))
+                target.copy_(window(tensor, part.local))
         return buffer, messages
+
+    def _values(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter as the engines should have it: merged if it has an adapter, else as it is."""
+        yield from self._merger.merged([name for name in names if name in self._merger.shards])
+        yield from ((name, self._shards.tensors[name]) for name in names if name not in self._merger.shards)
 
     def _targets(
         self, outgoing: tuple[Outgoing, ...], messages: list[torch.Tensor]

@@ -92,6 +92,8 @@ class WeightSync:
         timeout_s: bound of every single wait of a sync.
         run_name: makes group names of different runs on one cluster differ.
         colocate: trainer ranks and engine workers share GPUs.
+        engines_differ: engines start with weights of their own, so each `set_up` first gives them all of the trainer's.
+        send_all: every version is all weights, not only those with an adapter.
     """
 
     def __init__(
@@ -104,10 +106,13 @@ class WeightSync:
         timeout_s: float,
         run_name: str,
         colocate: bool = False,
+        engines_differ: bool = False,
+        send_all: bool = False,
     ) -> None:
         self._trainer, self._engines = trainer, engines
         self._pause, self._resume = pause, resume
         self._wanted, self._colocate = config.transport, colocate
+        self._engines_differ, self._send_all = engines_differ, send_all
         self._transport = ""
         self._bucket_bytes = int(config.bucket_mib * 2**20)
         self._timeout_s = timeout_s
@@ -127,16 +132,34 @@ class WeightSync:
             SyncError: the two sides do not hold the same model, or somebody did not come.
         """
         ranks, workers = await self._describe()
-        self._plan = make_plan(
-            [holdings.adapted for holdings in ranks],
+        if self._engines_differ:
+            await self._make_equal(ranks, workers)
+        checked = await self._check_base(ranks, workers) if check_base else None
+        self._plan = self._make_plan(ranks, workers, self._send_all)
+        await self._meet(self._plan)
+        log.info("weight sync of %d tensors, %d elements", self._plan.tensors, self._plan.elements)
+        return checked
+
+    async def _make_equal(self, ranks: list[Holdings], workers: list[Holdings]) -> None:
+        """Send all weights once, in a group of its own."""
+        await self._meet(self._make_plan(ranks, workers, everything=True))
+        sent, received, transfer_s = await self._transfer(0)
+        self._compare(0, sent, received)
+        total = sum(report.bytes for report in received)
+        log.info("engines got all weights, %.1f MB, in %.1f s", total / 1e6, transfer_s)
+        await self._leave()
+        self._group = None
+
+    def _make_plan(self, ranks: list[Holdings], workers: list[Holdings], everything: bool) -> SyncPlan:
+        """Of adapted weights alone, or of everything."""
+        if everything and (unread := sorted({name for holdings in ranks for name in holdings.unread})):
+            raise SyncError(f"no engine could take {', '.join(unread[:3])}: they have no known Hugging Face tensor")
+        return make_plan(
+            [holdings.adapted + (holdings.fixed if everything else []) for holdings in ranks],
             [holdings.adapted for holdings in workers],
             self._engines.engines,
             self._bucket_bytes // workers[0].dtype.itemsize,
         )
-        checked = await self._check_base(ranks, workers) if check_base else None
-        await self._meet(self._plan)
-        log.info("weight sync of %d tensors, %d elements", self._plan.tensors, self._plan.elements)
-        return checked
 
     def invalidate(self) -> None:
         """A member was replaced: the next `run` plans and meets anew."""

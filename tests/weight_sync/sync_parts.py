@@ -123,6 +123,13 @@ def spoil_a_norm(model: torch.nn.Module) -> None:
     model.model.layers[1].self_attn.k_norm.weight.data[3] += 1e-6
 
 
+def drop_norms(model: torch.nn.Module) -> None:
+    """What an engine that dropped its weights holds where no adapter is."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.zero_()
+
+
 def merged_by_hand(
     folder: Path,
     adapters: dict[str, tuple[np.ndarray, np.ndarray, float]],

@@ -23,7 +23,7 @@ from rl_actors.trainer.pool import merge_logprobs
 from rl_actors.types import TrainBatch
 from rl_actors.weight_sync.sync import EngineMembers, TrainerMembers, WeightSync
 from tests.rollout.tiny_rollout import make_model, make_prompt
-from tests.weight_sync.sync_parts import Engines, Rank, effective_weights, merged_by_hand, spoil_a_norm
+from tests.weight_sync.sync_parts import Engines, Rank, drop_norms, effective_weights, merged_by_hand, spoil_a_norm
 
 RANKS = 4
 HEADS, KV_HEADS, HEAD_DIM = 2, 2, 32
@@ -42,11 +42,13 @@ SMALL_BUCKETS_MIB = 1 / 64
 """So that the tiny models need many rounds, and experts do not fit into one batch."""
 
 
-def make_config(folder, layout: dict[str, int], bucket_mib: float = 64, transport: str = "auto") -> RunConfig:
+def make_config(
+    folder, layout: dict[str, int], bucket_mib: float = 64, transport: str = "auto", random: bool = False
+) -> RunConfig:
     config = RunConfig.model_validate(
         {
             "run_dir": str(folder.parent / "run"),
-            "model": {"path": str(folder), "dtype": "float32"},
+            "model": {"path": str(folder), "dtype": "float32", "random_weights": random},
             "data": {"train": "unused.jsonl"},
             "lora": {"rank": 4, "alpha": 8},
             "trainer": layout,
@@ -72,6 +74,7 @@ class Rig:
         )
         engine_env = threads | {"TORCH_COMPILE_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         configs = {arch: make_config(path, {}) for arch, path in self.models.items()}
+        configs |= {f"{arch}, random": make_config(path, {}, random=True) for arch, path in self.models.items()}
         self.engines = ActorPool(
             Engines, [ActorSpec("engine-0", (configs,), env_vars=engine_env, num_cpus=0)], "sync-test"
         )
@@ -80,10 +83,12 @@ class Rig:
         (address,) = self.ranks.call("free_address", timeout_s=60, only=["rank-0"])
         self.ranks.call("start", *address, timeout_s=300)
 
-    def build(self, arch: str, layout: dict[str, int], bucket_mib: float, transport: str = "auto") -> WeightSync:
-        config = make_config(self.models[arch], layout, bucket_mib, transport)
+    def build(
+        self, arch: str, layout: dict[str, int], bucket_mib: float, transport: str = "auto", random: bool = False
+    ) -> WeightSync:
+        config = make_config(self.models[arch], layout, bucket_mib, transport, random)
         self.ranks.call("rebuild", config, timeout_s=120)
-        self.engines.call("use", arch, timeout_s=300)
+        self.engines.call("use", f"{arch}, random" if random else arch, timeout_s=300)
         return WeightSync(
             TrainerMembers(self.ranks),
             EngineMembers(self.engines, 1),
@@ -92,6 +97,8 @@ class Rig:
             config=config.sync,
             timeout_s=config.timeouts.sync_s,
             run_name="sync-test",
+            engines_differ=random,
+            send_all=random,
         )
 
     def sampled(self):
@@ -179,6 +186,26 @@ def test_engines_that_map_the_trainers_memory_get_each_new_version(rig):
             assert "over cuda_ipc" in str(await sync.run(version))
 
     asyncio.run(scenario())
+    assert rig.largest_difference() < 1e-4
+    asyncio.run(sync.close())
+
+
+@pytest.mark.parametrize(("arch", "layout"), [("moe", "TP2xPP2xEP2"), ("dense", "TP2")])
+def test_engines_that_hold_something_else_get_all_weights(rig, arch, layout):
+    """Both sides have random weights of their own at first; later the engine loses what no adapter touches."""
+    sync = rig.build(arch, LAYOUTS[layout], SMALL_BUCKETS_MIB, random=True)
+
+    async def scenario() -> None:
+        checked = await sync.set_up()
+        assert checked.compared > 0
+        await rig.engines.acall("resume", 0, timeout_s=60)
+
+    asyncio.run(scenario())
+    assert rig.largest_difference() < 1e-4
+    rig.engines.call("pause", timeout_s=60)
+    rig.engines.call("apply_model", drop_norms, timeout_s=60)
+    rig.ranks.call("perturb_adapters", 1, 0.1, timeout_s=60)
+    asyncio.run(sync.run(1))
     assert rig.largest_difference() < 1e-4
     asyncio.run(sync.close())
 

@@ -1,0 +1,1 @@
+"""Released models' sizes without their weights: a config.json and a tokenizer, enough for `model.random_weights`."""
