@@ -7,6 +7,7 @@ anew.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -88,6 +89,9 @@ def _serve(rank: int, pipe: Any) -> None:
         finally:
             from megatron.core import parallel_state
 
+            # Groups live as long as something refers to them, and each has threads that wake a hundred times a second.
+            worker = None
+            gc.collect()
             parallel_state.destroy_model_parallel()
             if dist.is_initialized():
                 dist.destroy_process_group()
