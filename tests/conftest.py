@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,8 @@ from jobs.make_tiny_model import make_tiny_model
 from jobs.tiny_model.settings import Arch, TinyModelSettings, TrainingSettings
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# What stands for the trainer's ranks goes by its plain name, in rank processes too.
+sys.path.insert(0, str(REPOSITORY / "tests" / "trainer"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,6 +34,16 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same for a Qwen3."""
     return _barely_trained("dense", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def rank_processes() -> Iterator[Any]:
+    """Four processes that stand for the trainer's ranks; each test runs on as many as its layout has."""
+    from rank_process import RankProcesses
+
+    ranks = RankProcesses(4)
+    yield ranks
+    ranks.close()
 
 
 def _barely_trained(arch: Arch, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -1,29 +1,14 @@
-"""Rank processes shared by all trainer tests, and configurations of tiny models."""
+"""Configurations of tiny models."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from rl_actors.config import RunConfig
-
-# Helpers beside the tests go by their plain names, in rank processes too.
-sys.path.insert(0, str(Path(__file__).parent))
-
-from rank_process import RankProcesses
 from tiny_models import save_tiny_model
 
-
-@pytest.fixture(scope="session")
-def rank_processes() -> Iterator[RankProcesses]:
-    """Four processes; each test runs on as many as its layout has ranks."""
-    ranks = RankProcesses(4)
-    yield ranks
-    ranks.close()
+from rl_actors.config import RunConfig
 
 
 @pytest.fixture(scope="session")

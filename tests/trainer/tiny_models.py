@@ -12,8 +12,17 @@ from rl_actors.types import TrainBatch
 VOCAB = 96
 
 
-def save_tiny_model(folder: Path, arch: str, tied: bool = False, layers: int = 2, vocab: int = VOCAB) -> Path:
-    """Write a model of ~100k parameters. `arch` is "dense" or "moe" (4 experts, top-2)."""
+def save_tiny_model(
+    folder: Path,
+    arch: str,
+    tied: bool = False,
+    layers: int = 2,
+    vocab: int = VOCAB,
+    heads: int = 4,
+    kv_heads: int = 2,
+    experts: int = 4,
+) -> Path:
+    """Write a model of ~100k parameters. `arch` is "dense" or "moe" (top-2 of the experts)."""
     import transformers
 
     sizes = {
@@ -21,8 +30,8 @@ def save_tiny_model(folder: Path, arch: str, tied: bool = False, layers: int = 2
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": 32,
         "tie_word_embeddings": tied,
         "max_position_embeddings": 256,
@@ -31,8 +40,8 @@ def save_tiny_model(folder: Path, arch: str, tied: bool = False, layers: int = 2
     if arch == "dense":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
     else:
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
-        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **experts))
+        moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **moe))
     with torch.no_grad():
         for parameter in model.parameters():
             # Larger than the usual initial values, so that every part moves the output.

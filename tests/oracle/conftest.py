@@ -1,0 +1,69 @@
+"""The oracle, and configurations of models that every layout of four ranks can cut."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_actors.config import RunConfig
+
+# Helpers beside the tests go by their plain names, in rank processes too.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from layout_oracle import LayoutOracle
+from tiny_models import make_batch, save_tiny_model
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"arch": "dense"},
+    "dense-tied": {"arch": "dense", "tied": True},
+    "dense-97-tokens": {"arch": "dense", "vocab": 97},  # the vocabulary is padded where TP cuts it
+    "moe": {"arch": "moe"},
+    "moe-tied": {"arch": "moe", "tied": True},
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def oracle_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`oracle_config(model, **sections)`: one of `MODELS` in float32, eight heads, four key-value heads, eight experts.
+
+    Gradients are clipped, and Adam's eps is about their size, so that a step shows more of them than the sign.
+    """
+    folders: dict[str, Path] = {}
+
+    def make(model: str, /, **sections: dict[str, Any]) -> RunConfig:
+        if model not in folders:
+            folder = tmp_path_factory.mktemp(model)
+            folders[model] = save_tiny_model(folder, **MODELS[model], heads=8, kv_heads=4, experts=8)
+        tree: dict[str, Any] = {
+            "run_dir": "unused",
+            "data": {"train": "unused"},
+            "model": {"path": str(folders[model]), "dtype": "float32"},
+            "lora": {"rank": 8, "alpha": 16},
+            "trainer": {
+                "micro_batch_tokens": 40,
+                "optimizer": {"lr": 0.02, "clip_grad": 1.2, "adam_eps": 1e-2, "weight_decay": 0.1},
+            },
+            "rollout": {"temperature": 0.7},
+            "algorithm": {"kl_coef": 0.1},
+            "timeouts": {"step_s": 90},
+        }
+        for section, values in sections.items():
+            tree[section] = {**tree.get(section, {}), **values}
+        return RunConfig.model_validate(tree)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def oracle(rank_processes: Any) -> LayoutOracle:
+    """Twelve sequences of 5 to 16 tokens: four micro-batches of unequal width at world size 1."""
+    return LayoutOracle(rank_processes, make_batch(12))

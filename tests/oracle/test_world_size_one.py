@@ -1,0 +1,22 @@
+"""World size 1, the truth about all layouts, against a plain trainer that shares no code with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from layout_oracle import TOLERANCE, LayoutOracle, compare, table
+from plain_trainer import train_plainly
+
+
+@pytest.mark.parametrize("model", ["dense", "dense-tied", "moe", "moe-tied"])
+def test_world_size_one_equals_a_plain_trainer(oracle: LayoutOracle, oracle_config: Any, model: str) -> None:
+    config = oracle_config(model)
+    (one,) = oracle.numbers(config, {})
+    plain = train_plainly(config, one["adapters"], oracle.batch)
+    known = {quantity: {item: one[quantity][item] for item in items} for quantity, items in plain.items()}
+    errors = compare([known], plain)
+    row = table({model: errors})
+    print("\n" + row)
+    assert max(worst.error for worst in errors.values()) <= TOLERANCE, row
+    assert {name for name in one["gradients"] if name.startswith("layers.")} == one["adapters"].keys()
