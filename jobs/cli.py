@@ -49,13 +49,14 @@ def read_recipe(path: str, overrides: Sequence[str]) -> RunConfig:
     """Read a recipe; what it names `tiny:...` or `shape:...` is made if it is not there yet."""
     config = load_config(path, list(overrides))
     data = config.data.model_copy(
-        update={name: _made(value) for name in ("train", "eval") if (value := getattr(config.data, name))}
+        update={name: local_folder(value) for name in ("train", "eval") if (value := getattr(config.data, name))}
     )
-    model = config.model.model_copy(update={"path": _made(config.model.path)})
+    model = config.model.model_copy(update={"path": local_folder(config.model.path)})
     return config.model_copy(update={"model": model, "data": data})
 
 
-def _made(path: str) -> str:
+def local_folder(path: str) -> str:
+    """`path`, or the folder of what `tiny:...` or `shape:...` names, made if it is not there yet."""
     if path.startswith(SHAPE):
         from jobs.make_shape import cached_shape
 

@@ -27,6 +27,7 @@ from torch import nn
 from rl_actors.config import LoraConfig
 from rl_actors.errors import ConfigError
 from rl_actors.trainer.adapters import AdapterShard, find_adapters, full_shapes, gather, write
+from rl_actors.trainer.grouped_lora import use_grouped_gemm
 from rl_actors.trainer.slices import Slice
 
 __all__ = [
@@ -64,6 +65,9 @@ class TargetedLoRA(LoRA):
             return None
         found = super().match(m, name, global_name.rpartition(".")[0])
         return None if found is None else (found[0], local_name)
+
+    def transform(self, module: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
+        return use_grouped_gemm(super().transform(module, name, prefix))
 
     def apply(self, chunk: nn.Module) -> nn.Module:
         """Freeze a model chunk and put the adapters in. Chunks have no wrappers yet."""

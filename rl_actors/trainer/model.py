@@ -116,6 +116,7 @@ def build_model(
     from megatron.core import tensor_parallel
 
     from rl_actors.trainer import lora as adapters
+    from rl_actors.trainer.grouped_lora import stack_weights
     from rl_actors.trainer.random_weights import fill
 
     shape = ModelShape.from_folder(model.path, model.layers)
@@ -140,6 +141,7 @@ def build_model(
 
     provider.register_pre_wrap_hook(adapt)
     chunks = provider.provide_distributed_model(ddp_config=_ddp_config(layout), wrap_with_ddp=True)
+    stack_weights(chunks)
     shards = adapters.find_adapters(chunks)
     adapters.initialize(shards, lora, seed)
     built = TrainerModel(chunks, provider, bridge, shards, layout, shape, device)
@@ -216,6 +218,7 @@ def _settings(
 def _device_settings(provider: Any, device: Device) -> None:
     """GPU: Transformer Engine layers, grouped experts, fusions. CPU: Megatron's own layers, nothing fused."""
     if device == "gpu":
+        provider.apply_rope_fusion = True  # without it packed sequences are rotated one after the other
         provider.moe_grouped_gemm = provider.num_moe_experts is not None
         provider.moe_permute_fusion = provider.num_moe_experts is not None
         return
