@@ -27,6 +27,7 @@ from rl_actors.paths import output_path
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Text = Annotated[str, Field(min_length=1)]
+SyncMode = Literal["merged", "adapter"]
 
 
 class Section(BaseModel):
@@ -252,11 +253,14 @@ class CheckpointConfig(Section):
 
 
 class SyncConfig(Section):
+    mode: SyncMode = "merged"
+    """What engines get after an update: "merged" weights W + (alpha / rank) B A, or as "adapter" A and B alone, for
+    vLLM's own LoRA. Adapters are far fewer bytes and nothing is rounded into W; merged weights sample faster."""
     transport: Literal["auto", "nccl", "gloo", "cuda_ipc"] = "auto"
-    """What moves merged weights; "auto" is NCCL between GPUs, "cuda_ipc" (engines map the trainer's memory) on
+    """What moves them; "auto" is NCCL between GPUs, "cuda_ipc" (engines map the trainer's memory) on
     colocated GPUs, and gloo on CPU. Gloo works everywhere, between GPUs slowly: through host memory."""
     bucket_mib: PositiveInt = 256
-    """Merged weights travel in buffers of this size; it bounds the extra memory of a sync."""
+    """They travel in buffers of this size; it bounds the extra memory of a sync."""
 
 
 class TimeoutConfig(Section):

@@ -20,6 +20,7 @@ from rl_actors.errors import ConfigError
 from rl_actors.paths import input_path
 from rl_actors.rewards.registry import resolve
 from rl_actors.types import Prompt
+from rl_actors.weight_sync.slot_rank import SLOT_RANKS, slot_rank
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +91,32 @@ def _check_sizes(config: RunConfig, shape: ModelShape) -> None:
         )
     if rank % tp:
         raise ConfigError(f"lora.rank = {rank} is not a multiple of trainer.tp = {tp}: use {-(-rank // tp) * tp}")
+    if config.sync.mode == "adapter":
+        _check_adapter_mode(config)
     if config.placement.device == "cpu":
         for name, size in (("rollout.tp", config.rollout.tp), ("trainer.cp", config.trainer.cp)):
             if size > 1:
                 raise ConfigError(f"{name} = {size} needs GPUs and placement.device is cpu: use {name} = 1")
+
+
+def _check_adapter_mode(config: RunConfig) -> None:
+    """What vLLM's own LoRA can hold."""
+    lora = config.lora
+    if slot_rank(lora.rank) is None:
+        raise ConfigError(
+            f"lora.rank = {lora.rank} is more than vLLM's LoRA takes (at most {SLOT_RANKS[-1]}): lower it, or use "
+            "sync.mode = merged"
+        )
+    if str(lora.variant) != "lora":
+        raise ConfigError(
+            f"lora.variant = {lora.variant} has more than an A and a B, which is all that vLLM's LoRA can hold: use "
+            "sync.mode = merged"
+        )
+    if config.placement.device == "gpu" and config.model.dtype == "float32":
+        raise ConfigError(
+            "model.dtype is float32, and vLLM's LoRA kernels on GPU take bfloat16 only: use model.dtype = bfloat16, or "
+            "sync.mode = merged"
+        )
 
 
 def check_run_dir(path: Path) -> None:

@@ -10,7 +10,7 @@ checksums from all workers the engine stays paused, so half-written weights are 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ from torch import nn
 from rl_actors.errors import SyncError
 from rl_actors.weight_sync.collective import CollectiveGroup, Pending, join_group, leave_group
 from rl_actors.weight_sync.holdings import Holdings
+from rl_actors.weight_sync.lora_slot import SlotModule, slot_of
 from rl_actors.weight_sync.plan import Incoming, Part
-from rl_actors.weight_sync.vllm_shards import WorkerModule, reload, try_direct, worker_modules
+from rl_actors.weight_sync.vllm_shards import WorkerModule, try_direct, worker_modules
 from rl_actors.weight_sync.wire import checksum, checksum_parts, message_bytes, window
 
 BUFFERS = 2
@@ -37,7 +38,7 @@ class ReceiveReport:
         checksums: by (sender rank, tag).
         bytes: received.
         seconds: of the whole receive.
-        reloaded: modules that went through layerwise reload; the others were written directly.
+        reloaded: modules that went through layerwise reload; the others were written in place.
         written: modules that got new values.
     """
 
@@ -60,10 +61,14 @@ def call_receiver(model: nn.Module, method: str, per_worker: Sequence[tuple[Any,
 
 
 class WeightReceiver:
-    """Writes what trainer ranks send into one vLLM worker's model. `describe`, `join`, then `receive` each version."""
+    """Writes what trainer ranks send into one vLLM worker. `describe`, `join`, then `receive` each version.
+
+    What may be written are the model's weights and, if the engine serves an adapter, the adapter's slot.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = {one.name: one for one in worker_modules(model)}
+        self._base = {one.name: one for one in worker_modules(model)}
+        self._modules: dict[str, WorkerModule | SlotModule] = self._base | {one.name: one for one in slot_of(model)}
         weight = next(iter(model.parameters()))
         self._device, self._dtype = weight.device, weight.dtype
         self._group: CollectiveGroup | None = None
@@ -71,13 +76,13 @@ class WeightReceiver:
 
     def describe(self) -> Holdings:
         """All pieces as `adapted` (any of them may be asked for), those that can be compared as `fixed`."""
-        modules = self._modules.values()
+        base = self._base.values()
         return Holdings(
-            adapted=[piece for one in modules for piece in one.pieces],
-            fixed=[piece for one in modules if one.readable for piece in one.pieces],
+            adapted=[piece for one in self._modules.values() for piece in one.pieces],
+            fixed=[piece for one in base if one.readable for piece in one.pieces],
             dtype=self._dtype,
             device=self._device.type,
-            unread=[f"{one.name}.{name}" for one in modules if not one.readable for name in one.shapes],
+            unread=[f"{one.name}.{name}" for one in base if not one.readable for name in one.shapes],
         )
 
     def join(
@@ -152,23 +157,23 @@ class WeightReceiver:
 
     def _parameter(self, name: str) -> torch.Tensor:
         module, _, leaf = name.rpartition(".")
-        return getattr(self._modules[module].module, leaf).detach()
+        return getattr(self._base[module].module, leaf).detach()  # type: ignore[no-any-return]
 
     def _choose_ways(self) -> dict[str, bool]:
         wanted = {part.param.rpartition(".")[0] for header in self._incoming for part in header.parts}
         known: dict[tuple[Any, ...], bool] = {}
         for name in sorted(wanted):
             one = self._modules[name]
-            if one.direct is None:
+            if isinstance(one, WorkerModule) and one.direct is None:
                 one.direct = known[one.kind] if one.kind in known else try_direct(one)
-            known[one.kind] = one.direct
+            known[one.kind] = bool(one.direct)
         return {f"{kind[0].__name__} {dict(kind[2])}": direct for kind, direct in known.items()}
 
 
 class _Arrival:
     """One sync's values on their way into the modules."""
 
-    def __init__(self, modules: dict[str, WorkerModule], incoming: tuple[Incoming, ...]) -> None:
+    def __init__(self, modules: Mapping[str, WorkerModule | SlotModule], incoming: tuple[Incoming, ...]) -> None:
         self._modules = modules
         self._missing: dict[str, int] = {}
         for header in incoming:
@@ -199,8 +204,8 @@ class _Arrival:
 
     def _target(self, name: str, leaf: str, values: torch.Tensor) -> torch.Tensor:
         one = self._modules[name]
-        if one.direct:
-            return getattr(one.module, leaf).data
+        if isinstance(one, SlotModule) or one.direct:
+            return one.tensor(leaf)
         staged = self._staged.setdefault(name, {})
         if leaf not in staged:
             # Zeros: what no Hugging Face tensor fills is padding.
@@ -209,6 +214,4 @@ class _Arrival:
 
     def _finish(self, name: str) -> None:
         self.written += 1
-        if staged := self._staged.pop(name, None):
-            reload(self._modules[name].module, staged)
-            self.reloaded += 1
+        self.reloaded += self._modules[name].finish(self._staged.pop(name, None))

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from rl_actors.config import RunConfig
 from rl_actors.errors import ConfigError
+from rl_actors.rollout.cpu_experts import lend_expert_lora
 from rl_actors.rollout.samples import Sample, Sampling, sample_seed
 from rl_actors.rollout.vllm_settings import Device, engine_arguments, prepare_process
 from rl_actors.types import Prompt
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -38,6 +40,8 @@ class VllmCore:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        if device == "cpu" and config.sync.mode == "adapter":
+            lend_expert_lora()
         self.name = name
         self.version = version
         self._max_model_len = config.rollout.max_model_len
@@ -55,6 +59,12 @@ class VllmCore:
         self._preemptions = 0
         self._prompt_tokens = 0
         self._cached_prompt_tokens = 0
+        self._adapter: LoRARequest | None = None
+        if config.sync.mode == "adapter":
+            from rl_actors.weight_sync.lora_slot import lora_request, open_slot
+
+            self._adapter = lora_request()
+            self.apply_model(open_slot, config.lora.rank, config.lora.normalize_moe_lora)
 
     # Requests
 
@@ -97,6 +107,7 @@ class VllmCore:
             prompt.id,
             tokens_input(token_ids, cache_salt=self._cache_salt()),
             self._sampling_params(sampling, self._max_model_len - len(token_ids)),
+            lora_request=self._adapter,
             supported_tasks=self.llm.get_supported_tasks(),
         )
 

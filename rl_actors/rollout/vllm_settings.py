@@ -11,8 +11,9 @@ import os
 from typing import Any, Literal
 
 from placement.model_shape import layer_cut
-from rl_actors.config import RunConfig
+from rl_actors.config import LoraConfig, RunConfig
 from rl_actors.errors import ConfigError
+from rl_actors.weight_sync.slot_rank import slot_rank
 
 Device = Literal["cpu", "gpu"]
 
@@ -82,7 +83,31 @@ def engine_arguments(config: RunConfig, device: Device) -> dict[str, Any]:
         # vLLM's values are nobody's: the first sync replaces all of them.
         arguments["load_format"] = "dummy"
         arguments["hf_overrides"] = layer_cut(config.model.path, config.model.layers)
+    if config.sync.mode == "adapter":
+        arguments |= _lora_arguments(config.lora)
     return arguments | (_cpu_arguments(config) if device == "cpu" else _gpu_arguments(config))
+
+
+LORA_LAYERS = {
+    "linear_qkv": {"qkv_proj"},
+    "linear_proj": {"o_proj"},
+    "linear_fc1": {"gate_up_proj", "experts"},
+    "linear_fc2": {"down_proj", "experts"},
+}
+"""vLLM's layers under Megatron's adapter targets."""
+
+
+def _lora_arguments(lora: LoraConfig) -> dict[str, Any]:
+    """One adapter slot, for the layers that are trained: vLLM would put LoRA on embedding and output layer as well."""
+    kinds = [LORA_LAYERS.get(target.rpartition(".")[2]) for target in lora.targets]
+    known = [kind for kind in kinds if kind is not None]
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": slot_rank(lora.rank),
+        # A target that is a wildcard to its end may be any layer.
+        "lora_target_modules": sorted(set().union(*known)) if len(known) == len(kinds) else None,
+    }
 
 
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:

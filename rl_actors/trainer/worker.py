@@ -144,7 +144,7 @@ class MegatronWorker:
         if self._sender is None:
             from rl_actors.weight_sync.sender import WeightSender
 
-            self._sender = WeightSender(self.model, self.config.sync.bucket_mib)
+            self._sender = WeightSender(self.model, self.config.sync.bucket_mib, self.config.sync.mode)
         return getattr(self._sender, method)(*arguments)
 
     def save_state(self, directory: str) -> None:

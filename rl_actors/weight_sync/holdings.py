@@ -7,14 +7,16 @@ any model whose adapted linears are plain, gated or fused query-key-value works.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_actors.errors import SyncError
 from rl_actors.weight_sync import shards
-from rl_actors.weight_sync.shards import Heads, Piece
+from rl_actors.weight_sync.factors import factors_of
+from rl_actors.weight_sync.lora_slot import factor_name
+from rl_actors.weight_sync.shards import Box, Heads, Piece
 
 if TYPE_CHECKING:
     from rl_actors.trainer.lora import AdapterShard
@@ -26,7 +28,7 @@ class Holdings:
     """One member's pieces, to be sent to the driver.
 
     Attributes:
-        adapted: of the parameters that a sync sends (trainer) or may receive (engine: all).
+        adapted: of the tensors that a sync sends (trainer) or may receive (engine: all).
         fixed: of all other parameters whose values can be read, for the check at the start.
         dtype: of the weights.
         device: "cpu" or "cuda", where they are.
@@ -44,10 +46,14 @@ class TrainerShards:
     """This Megatron rank's parameters by global name, with their pieces.
 
     Adapted weights go by their adapter's name (`layers.0.self_attention.linear_qkv`), all others by Megatron's global
-    parameter name (`decoder.layers.0.input_layernorm.weight`).
+    parameter name (`decoder.layers.0.input_layernorm.weight`), and factors as in `weight_sync.factors`.
+
+    Args:
+        send_factors: a sync sends A and B (`sync.mode: adapter`), not the merged weights.
     """
 
-    def __init__(self, model: TrainerModel) -> None:
+    def __init__(self, model: TrainerModel, send_factors: bool = False) -> None:
+        self._send_factors = send_factors
         self._model = model
         self._registry = model.bridge._model_bridge.mapping_registry()
         self._heads = Heads(model.shape.heads, model.shape.kv_heads, model.shape.head_dim)
@@ -55,8 +61,12 @@ class TrainerShards:
 
     def holdings(self) -> Holdings:
         """Raises SyncError if an adapted weight cannot be expressed in Hugging Face coordinates."""
-        adapted = [piece for adapter in self._model.adapters for piece in self._adapted(adapter)]
+        adapted: list[Piece] = []
         fixed: list[Piece] = []
+        for adapter in self._model.adapters:
+            base = self._adapted(adapter)
+            adapted += self._factors(adapter, base) if self._send_factors else base
+            fixed += base if self._send_factors else []
         unread: list[str] = []
         for name, parameter, place in self._others():
             pieces = self._pieces(name, name, parameter, *place)
@@ -67,9 +77,30 @@ class TrainerShards:
         return Holdings(adapted, fixed, dtype, self._model.torch_device.type, unread)
 
     def _adapted(self, adapter: AdapterShard) -> list[Piece]:
-        place = (adapter.base_slice.axis, adapter.base_slice.rank, adapter.base_slice.size)
+        where = adapter.base_slice
+        return self._mapped(adapter, adapter.name, adapter.base, where.axis, where.rank, where.size)
+
+    def _factors(self, adapter: AdapterShard, base: list[Piece]) -> list[Piece]:
+        """A goes by the name of its first linear; the rows of B belong to its linears as those of the weight do."""
+        pieces: list[Piece] = []
+        for factor in factors_of(adapter):
+            param, shape, where = factor.param, tuple(factor.shard.shape), factor.where
+            if factor.part == "A":
+                name = factor_name(base[0].box.name, "A")
+                by_rows = shards.rows(param, name, shape, where.rank, where.size)
+                found = by_rows if where.axis == 0 else shards.columns(param, name, shape, where.rank)
+            else:
+                rows = self._mapped(adapter, param, factor.shard, 0, where.rank, where.size)
+                found = [replace(one, box=Box(factor_name(one.box.name, "B"), one.box.slices)) for one in rows]
+            pieces += found if factor.index is None else shards.expert(found, param, factor.index)
+        return pieces
+
+    def _mapped(
+        self, adapter: AdapterShard, param: str, tensor: torch.Tensor, axis: int, rank: int, size: int
+    ) -> list[Piece]:
+        """Pieces of something shaped, in its rows, like the adapted weight."""
         for name in _megatron_names(adapter):
-            pieces = self._pieces(adapter.name, name, adapter.base, *place)
+            pieces = self._pieces(param, name, tensor, axis, rank, size)
             if pieces is not None:
                 return pieces
         raise SyncError(

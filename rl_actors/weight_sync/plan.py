@@ -266,7 +266,7 @@ def _messages(
 
 
 def _coalesce(transfers: list[_Transfer]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """Join rectangles that follow each other on both sides (an expert's gate and up): fewer, larger copies."""
+    """Join rectangles that follow each other on both sides (gate and up, experts): fewer, larger copies."""
     sources: list[Part] = []
     targets: list[Part] = []
     for transfer in transfers:
@@ -282,11 +282,18 @@ def _coalesce(transfers: list[_Transfer]) -> tuple[tuple[Part, ...], tuple[Part,
 
 
 def _extended(part: Part, following: Part) -> Part | None:
-    """`part` with the rows of `following` below it, if they are its continuation."""
+    """`part` with `following` behind it, if it is its continuation: the elements of both, in their order."""
     if part.param != following.param or len(part.local) < 2:
         return None
-    rows, next_rows = part.local[-2], following.local[-2]
-    rest = (part.local[:-2], part.local[-1])
-    if rest != (following.local[:-2], following.local[-1]) or rows[1] != next_rows[0]:
+    axes = [axis for axis, (one, other) in enumerate(zip(part.local, following.local, strict=True)) if one != other]
+    if (
+        len(axes) != 1
+        or axes[0] == len(part.local) - 1
+        or any(start + 1 != stop for start, stop in part.local[: axes[0]])
+    ):
         return None
-    return Part(part.param, (*part.local[:-2], (rows[0], next_rows[1]), part.local[-1]))
+    (axis,) = axes
+    (first, middle), (next_first, last) = part.local[axis], following.local[axis]
+    if middle != next_first:
+        return None
+    return Part(part.param, (*part.local[:axis], (first, last), *part.local[axis + 1 :]))

@@ -1,5 +1,7 @@
 """The trainer rank's side of a sync: merge a round, pack it, send it, and merge the next one meanwhile.
 
+In adapter mode A and scale * B take the place of merged weights; all else is the same.
+
 Extra memory is two buffers of about one bucket (one is filled while the other travels), the merged shard of one weight
 or batch of experts, and its float32 scratch. A buffer is filled again only when all receivers have its last content.
 Where receivers map the buffers (`cuda_ipc`), the two are kept between syncs.
@@ -15,8 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_actors.config import SyncMode
 from rl_actors.errors import SyncError
 from rl_actors.weight_sync.collective import CollectiveGroup, Pending, join_group, leave_group
+from rl_actors.weight_sync.factors import FactorSource
 from rl_actors.weight_sync.holdings import Holdings, TrainerShards
 from rl_actors.weight_sync.merge import Merger
 from rl_actors.weight_sync.plan import Outgoing, Part, Round
@@ -55,13 +59,18 @@ class WeightSender:
     Args:
         model: this rank's model, with its adapters.
         bucket_mib: size of one buffer.
+        mode: `sync.mode`.
     """
 
-    def __init__(self, model: TrainerModel, bucket_mib: float) -> None:
-        self._shards = TrainerShards(model)
+    def __init__(self, model: TrainerModel, bucket_mib: float, mode: SyncMode = "merged") -> None:
+        self._shards = TrainerShards(model, send_factors=mode == "adapter")
         self._device = model.torch_device
         self._dtype: torch.dtype = model.config.params_dtype
-        self._merger = Merger(model.adapters, self._dtype, int(bucket_mib * 2**20) // 4)
+        self._merger: Merger | FactorSource = (
+            FactorSource(model.adapters, self._dtype)
+            if mode == "adapter"
+            else Merger(model.adapters, self._dtype, int(bucket_mib * 2**20) // 4)
+        )
         self._group: CollectiveGroup | None = None
         self._rounds: tuple[Round, ...] = ()
         self._first_receiver = 0

@@ -52,9 +52,22 @@ class WorkerModule:
         """Whether the parameters still have the shapes of the model form."""
         return all(tuple(getattr(self.module, name).shape) == shape for name, shape in self.shapes.items())
 
+    def tensor(self, leaf: str) -> torch.Tensor:
+        """What values of `leaf` are written into, if written directly."""
+        return getattr(self.module, leaf).data  # type: ignore[no-any-return]
+
+    def finish(self, staged: dict[str, torch.Tensor] | None) -> bool:
+        """All values are in place, or collected in `staged`; returns whether the module was reloaded."""
+        if staged:
+            reload(self.module, staged)
+        return bool(staged)
+
 
 def worker_modules(model: nn.Module) -> list[WorkerModule]:
-    """All modules of a worker's model that have parameters. Tied parameters appear once."""
+    """All modules of a worker's model that have parameters. Tied parameters appear once.
+
+    Where vLLM wraps a module for LoRA, its weights are those of the wrapper's `base_layer`.
+    """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     fused = FUSED | dict(getattr(model, "packed_modules_mapping", None) or {})
@@ -89,8 +102,9 @@ def _parameter_pieces(
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    path, _, leaf = name.rpartition(".")
-    param = f"{name}.{key}"
+    plain = name.replace(".base_layer", "")
+    path, _, leaf = plain.rpartition(".")
+    param, hf_name = f"{name}.{key}", f"{plain}.{key}"
     rank, size = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
     if isinstance(module, linear.QKVParallelLinear):
         names = dict(zip("qkv", (f"{path}.{part}.{key}" for part in fused[leaf]), strict=True))
@@ -99,20 +113,20 @@ def _parameter_pieces(
     if isinstance(module, linear.MergedColumnParallelLinear) and leaf in fused:
         return shards.stacked_rows(param, [f"{path}.{part}.{key}" for part in fused[leaf]], shape, rank)
     if isinstance(module, linear.RowParallelLinear) and len(shape) == 2:
-        return shards.columns(param, param, shape, rank)
+        return shards.columns(param, hf_name, shape, rank)
     if isinstance(module, linear.ColumnParallelLinear):
-        return shards.rows(param, param, shape, rank, size)
+        return shards.rows(param, hf_name, shape, rank, size)
     if isinstance(module, VocabParallelEmbedding):
         rank = module.shard_indices.padded_org_vocab_start_index // shape[0]
-        return shards.rows(param, param, shape, rank, size, limit=module.org_vocab_size)
-    return shards.whole(param, param, shape)
+        return shards.rows(param, hf_name, shape, rank, size, limit=module.org_vocab_size)
+    return shards.whole(param, hf_name, shape)
 
 
 def _expert_pieces(name: str, module: Any, shapes: dict[str, tuple[int, ...]]) -> Iterator[Piece]:
     """w13_weight [experts, gate and up, hidden] and w2_weight [experts, hidden, inner] of the worker's own experts."""
     if set(shapes) != {"w13_weight", "w2_weight"}:
         raise SyncError(f"{name} holds {sorted(shapes)}: only experts with w13_weight and w2_weight can be synced")
-    prefix = name.removesuffix(".routed_experts")
+    prefix = name.removesuffix(".routed_experts").replace(".base_layer", "")
     parallel = module.moe_config.moe_parallel_config
     for expert in range(module.global_num_experts):
         index = expert if module.expert_map is None else module._map_global_expert_id_to_local_expert_id(expert)

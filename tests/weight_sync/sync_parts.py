@@ -130,6 +130,19 @@ def drop_norms(model: torch.nn.Module) -> None:
             parameter.data.zero_()
 
 
+def beyond_the_rank(model: torch.nn.Module, rank: int) -> float:
+    """The largest value in those rows of A and columns of B of the slot that the adapter does not have."""
+    from rl_actors.weight_sync.lora_slot import slot_of
+
+    rest = [
+        tensor[..., rank:, :] if "_a_" in name else tensor[..., rank:]
+        for one in slot_of(model)
+        for name, tensor in one.tensors.items()
+    ]
+    assert rest and all(tensor.numel() for tensor in rest)
+    return max(float(tensor.abs().max()) for tensor in rest)
+
+
 def merged_by_hand(
     folder: Path,
     adapters: dict[str, tuple[np.ndarray, np.ndarray, float]],

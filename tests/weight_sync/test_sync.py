@@ -23,7 +23,15 @@ from rl_actors.trainer.pool import merge_logprobs
 from rl_actors.types import TrainBatch
 from rl_actors.weight_sync.sync import EngineMembers, TrainerMembers, WeightSync
 from tests.rollout.tiny_rollout import make_model, make_prompt
-from tests.weight_sync.sync_parts import Engines, Rank, drop_norms, effective_weights, merged_by_hand, spoil_a_norm
+from tests.weight_sync.sync_parts import (
+    Engines,
+    Rank,
+    beyond_the_rank,
+    drop_norms,
+    effective_weights,
+    merged_by_hand,
+    spoil_a_norm,
+)
 
 RANKS = 4
 HEADS, KV_HEADS, HEAD_DIM = 2, 2, 32
@@ -43,7 +51,12 @@ SMALL_BUCKETS_MIB = 1 / 64
 
 
 def make_config(
-    folder, layout: dict[str, int], bucket_mib: float = 64, transport: str = "auto", random: bool = False
+    folder,
+    layout: dict[str, int],
+    bucket_mib: float = 64,
+    transport: str = "auto",
+    random: bool = False,
+    mode: str = "merged",
 ) -> RunConfig:
     config = RunConfig.model_validate(
         {
@@ -56,7 +69,8 @@ def make_config(
             "timeouts": {"rollout_s": 60, "start_s": 300, "step_s": 120, "sync_s": 30},
         }
     )
-    return config.model_copy(update={"sync": SyncConfig.model_construct(transport=transport, bucket_mib=bucket_mib)})
+    sync = SyncConfig.model_construct(transport=transport, bucket_mib=bucket_mib, mode=mode)
+    return config.model_copy(update={"sync": sync})
 
 
 class Rig:
@@ -75,6 +89,7 @@ class Rig:
         engine_env = threads | {"TORCH_COMPILE_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         configs = {arch: make_config(path, {}) for arch, path in self.models.items()}
         configs |= {f"{arch}, random": make_config(path, {}, random=True) for arch, path in self.models.items()}
+        configs |= {f"{arch}, adapter": make_config(path, {}, mode="adapter") for arch, path in self.models.items()}
         self.engines = ActorPool(
             Engines, [ActorSpec("engine-0", (configs,), env_vars=engine_env, num_cpus=0)], "sync-test"
         )
@@ -84,11 +99,18 @@ class Rig:
         self.ranks.call("start", *address, timeout_s=300)
 
     def build(
-        self, arch: str, layout: dict[str, int], bucket_mib: float, transport: str = "auto", random: bool = False
+        self,
+        arch: str,
+        layout: dict[str, int],
+        bucket_mib: float,
+        transport: str = "auto",
+        random: bool = False,
+        mode: str = "merged",
     ) -> WeightSync:
-        config = make_config(self.models[arch], layout, bucket_mib, transport, random)
+        config = make_config(self.models[arch], layout, bucket_mib, transport, random, mode)
         self.ranks.call("rebuild", config, timeout_s=120)
-        self.engines.call("use", f"{arch}, random" if random else arch, timeout_s=300)
+        kind = ", random" if random else ", adapter" if mode == "adapter" else ""
+        self.engines.call("use", arch + kind, timeout_s=300)
         return WeightSync(
             TrainerMembers(self.ranks),
             EngineMembers(self.engines, 1),
@@ -170,6 +192,35 @@ def test_engine_holds_the_merged_weights_and_gives_the_trainers_logprobs(rig, ar
     assert all(set(t.versions.tolist()) == {2} for _, t in rig.sampled())
     assert rig.ranks.call("base_digest", timeout_s=60) == base
     # Without another sync the changed adapters show: the comparison above is not blind.
+    rig.ranks.call("perturb_adapters", 3, 0.1, timeout_s=60)
+    assert rig.largest_difference() > 1e-2
+    asyncio.run(sync.close())
+
+
+@pytest.mark.parametrize(("arch", "layout"), [("moe", "TP2xPP2xEP2"), ("moe", "EP2"), ("dense", "TP2")])
+def test_an_engine_that_gets_the_adapter_alone_gives_the_trainers_logprobs(rig, arch, layout):
+    sync = rig.build(arch, LAYOUTS[layout], SMALL_BUCKETS_MIB, mode="adapter")
+    base = rig.ranks.call("base_digest", timeout_s=60)
+
+    async def scenario(*versions: int) -> None:
+        for version in versions:
+            await rig.ranks.acall("perturb_adapters", version, 0.1, timeout_s=60)
+            report = await sync.run(version)
+            assert report.version == version and report.written > 0 and report.reloaded == 0
+
+    checked = asyncio.run(sync.set_up())
+    assert checked.compared > 0
+    rig.engines.call("resume", 0, timeout_s=60)
+    assert rig.largest_difference() < 1e-4, "before the first sync the slot is zero and the engine the base model"
+    asyncio.run(scenario(1, 2))
+    difference = rig.largest_difference()
+    print(f"{arch} {layout}, adapter: largest logprob difference {difference:.2e}")
+    assert difference < 1e-4
+    assert all(set(t.versions.tolist()) == {2} for _, t in rig.sampled())
+    rig.engines.call("pause", timeout_s=60)
+    assert rig.engines.call("apply_model", beyond_the_rank, 4, timeout_s=60) == [[0.0]]
+    rig.engines.call("resume", timeout_s=60)
+    assert rig.ranks.call("base_digest", timeout_s=60) == base
     rig.ranks.call("perturb_adapters", 3, 0.1, timeout_s=60)
     assert rig.largest_difference() > 1e-2
     asyncio.run(sync.close())
