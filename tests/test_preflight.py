@@ -29,6 +29,7 @@ def _check(folder: Path, model: dict | None = None, **sections) -> None:
     (folder / "tokenizer.json").touch()
     (folder / "model.safetensors").touch()
     tree = {"run_dir": "r", "model": {"path": str(folder)}, "data": {"train": "d"}, "rollout": {"max_model_len": 2048}}
+    sections["model"] = tree["model"] | sections.get("model", {})
     check_model(parse_config(tree | sections, "test"))
 
 
@@ -41,6 +42,11 @@ def _check(folder: Path, model: dict | None = None, **sections) -> None:
         (
             {"rollout": {"tp": 2, "max_model_len": 2048}, "placement": {"device": "cpu"}},
             "rollout.tp = 2 needs GPUs",
+        ),
+        ({"sync": {"mode": "adapter"}, "lora": {"rank": 600}}, "lora.rank = 600 .* at most 512.*: lower it"),
+        (
+            {"sync": {"mode": "adapter"}, "placement": {"device": "gpu"}, "model": {"dtype": "float32"}},
+            "vLLM's LoRA kernels on GPU .* model.dtype = bfloat16",
         ),
     ],
 )

@@ -18,7 +18,7 @@ _LORA = "_rl_actors_lora"
 def lend_expert_lora() -> None:
     """Before vLLM makes an engine in this process. Engines without LoRA compute their experts as before."""
     import torch
-    from vllm.config import get_current_vllm_config
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.lora import utils
     from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.lora.layers import FusedMoEWithLoRA as GpuExperts
@@ -66,8 +66,9 @@ def lend_expert_lora() -> None:
         """vLLM's CPU experts; one by one where LoRA is on."""
 
         def check_grouped_gemm(self, layer: Any) -> tuple[bool, str]:
-            lora = get_current_vllm_config().lora_config
-            return super().check_grouped_gemm(layer) if lora is None else (False, "none")
+            config = get_current_vllm_config_or_none()  # None within a reload, which adapter mode has not
+            with_lora = config is not None and config.lora_config is not None
+            return (False, "none") if with_lora else super().check_grouped_gemm(layer)
 
         def forward_torch(
             self,

@@ -5,42 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_actors.rollout.vllm_settings import prepare_process
-
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 16, 4, 2, 8, 24, 70
-
-
-@pytest.fixture(scope="module")
-def vllm_layers(tmp_path_factory):
-    """vLLM's layers, in a process of one rank; tests tell them another rank and size."""
-    prepare_process("cpu", 1)
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import (
-        destroy_distributed_environment,
-        destroy_model_parallel,
-        init_distributed_environment,
-        initialize_model_parallel,
-    )
-    from vllm.model_executor.layers import linear
-
-    with set_current_vllm_config(VllmConfig()):
-        rendezvous = tmp_path_factory.mktemp("vllm") / "rendezvous"
-        init_distributed_environment(1, 0, f"file://{rendezvous}", 0, backend="gloo")
-        initialize_model_parallel(1)
-        yield linear
-    destroy_model_parallel()
-    destroy_distributed_environment()
-
-
-@pytest.fixture(params=[(1, 0), (2, 0), (2, 1), (4, 0), (4, 3)], ids=lambda p: f"tp{p[0]}-rank{p[1]}")
-def place(request, monkeypatch, vllm_layers):
-    from vllm.model_executor import parameter
-
-    size, rank = request.param
-    for module in (vllm_layers, parameter):
-        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: size)
-        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank)
-    return size, rank
 
 
 def check(name: str, layer: torch.nn.Module, tensors: dict[str, torch.Tensor], load) -> None:

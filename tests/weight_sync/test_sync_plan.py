@@ -215,6 +215,38 @@ def test_rounds_keep_to_the_bucket():
         assert len(one.params) == 1 or sum(params[name].numel() for name in one.params) <= 400
 
 
+def test_stacked_experts_travel_as_one_rectangle():
+    """Experts of one parameter on both sides, at the same places of the stack or not."""
+    full = torch.randn(4, 6, 3)
+
+    def pieces(first: int, count: int, columns: tuple[int, int]) -> list[Piece]:
+        width = columns[1] - columns[0]
+        boxes = [Box(f"expert {first + index}", ((0, 6), columns)) for index in range(count)]
+        return [Piece(box, "stack", ((i, i + 1), (0, 6), (0, width))) for i, box in enumerate(boxes)]
+
+    trainer = [pieces(0, 2, (0, 3)), pieces(2, 2, (0, 3))]
+    workers = [pieces(0, 4, (0, 2)), pieces(0, 4, (2, 3))]
+    plan = make_plan(trainer, workers, [0, 0], bucket_numel=100)
+    assert [len(message.parts) for one in plan.sends for r in one for message in r.messages] == [1] * 4
+    got = [{"stack": torch.full((4, 6, width), torch.nan)} for width in (2, 1)]
+    run(plan, [{"stack": full[:2]}, {"stack": full[2:]}], got)
+    assert torch.equal(torch.cat([one["stack"] for one in got], dim=-1), full)
+
+
+def test_gate_and_up_of_several_experts_keep_their_order():
+    """Rows that follow each other are joined only within one expert."""
+    boxes = [(f"{half} {expert}", expert, half) for expert in range(2) for half in range(2)]
+    source = [Piece(Box(n, ((0, 3), (0, 2))), "s", ((e, e + 1), (3 * h, 3 * h + 3), (0, 2))) for n, e, h in boxes]
+    halves = [Piece(Box(n, ((0, 3), (0, 2))), f"t{h}", ((e, e + 1), (0, 3), (0, 2))) for n, e, h in boxes]
+    halves.sort(key=lambda one: one.param)
+    full = torch.randn(2, 6, 2)
+    for target, shapes in ((source, {"s": (2, 6, 2)}), (halves, {"t0": (2, 3, 2), "t1": (2, 3, 2)})):
+        plan = make_plan([source], [target], [0], bucket_numel=100)
+        got = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+        run(plan, [{"s": full}], [got])
+        assert torch.equal(torch.cat(list(got.values()), dim=1), full)
+
+
 def test_only_tensors_of_the_trainer_are_planned():
     hf = hf_model(moe=False, tied=True)
     touched = [piece for piece in megatron_rank(hf, MegatronLayout(), 0, False, True)[1] if ".qkv" in piece.param]
