@@ -66,8 +66,9 @@ def lend_expert_lora() -> None:
         """vLLM's CPU experts; one by one where LoRA is on."""
 
         def check_grouped_gemm(self, layer: Any) -> tuple[bool, str]:
-            config = get_current_vllm_config_or_none()  # None within a reload, which adapter mode has not
-            with_lora = config is not None and config.lora_config is not None
+            # When weights are loaded the LoRA layer is not there yet; when they are reloaded the configuration is not.
+            config = get_current_vllm_config_or_none()
+            with_lora = _LORA in layer.__dict__ or (config is not None and config.lora_config is not None)
             return (False, "none") if with_lora else super().check_grouped_gemm(layer)
 
         def forward_torch(

@@ -87,9 +87,12 @@ class Rig:
             "sync-test",
         )
         engine_env = threads | {"TORCH_COMPILE_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        configs = {arch: make_config(path, {}) for arch, path in self.models.items()}
-        configs |= {f"{arch}, random": make_config(path, {}, random=True) for arch, path in self.models.items()}
-        configs |= {f"{arch}, adapter": make_config(path, {}, mode="adapter") for arch, path in self.models.items()}
+        configs = {
+            f"{arch} {mode} {random}": make_config(path, {}, random=random, mode=mode)
+            for arch, path in self.models.items()
+            for mode in ("merged", "adapter")
+            for random in (False, True)
+        }
         self.engines = ActorPool(
             Engines, [ActorSpec("engine-0", (configs,), env_vars=engine_env, num_cpus=0)], "sync-test"
         )
@@ -109,8 +112,7 @@ class Rig:
     ) -> WeightSync:
         config = make_config(self.models[arch], layout, bucket_mib, transport, random, mode)
         self.ranks.call("rebuild", config, timeout_s=120)
-        kind = ", random" if random else ", adapter" if mode == "adapter" else ""
-        self.engines.call("use", arch + kind, timeout_s=300)
+        self.engines.call("use", f"{arch} {mode} {random}", timeout_s=300)
         return WeightSync(
             TrainerMembers(self.ranks),
             EngineMembers(self.engines, 1),
@@ -197,16 +199,19 @@ def test_engine_holds_the_merged_weights_and_gives_the_trainers_logprobs(rig, ar
     asyncio.run(sync.close())
 
 
-@pytest.mark.parametrize(("arch", "layout"), [("moe", "TP2xPP2xEP2"), ("moe", "EP2"), ("dense", "TP2")])
-def test_an_engine_that_gets_the_adapter_alone_gives_the_trainers_logprobs(rig, arch, layout):
-    sync = rig.build(arch, LAYOUTS[layout], SMALL_BUCKETS_MIB, mode="adapter")
+@pytest.mark.parametrize(
+    ("arch", "layout", "random"), [("moe", "TP2xPP2xEP2", False), ("moe", "EP2", True), ("dense", "TP2", False)]
+)
+def test_an_engine_that_gets_the_adapter_alone_gives_the_trainers_logprobs(rig, arch, layout, random):
+    """With random weights it gets the base as well."""
+    sync = rig.build(arch, LAYOUTS[layout], SMALL_BUCKETS_MIB, random=random, mode="adapter")
     base = rig.ranks.call("base_digest", timeout_s=60)
 
     async def scenario(*versions: int) -> None:
         for version in versions:
             await rig.ranks.acall("perturb_adapters", version, 0.1, timeout_s=60)
             report = await sync.run(version)
-            assert report.version == version and report.written > 0 and report.reloaded == 0
+            assert report.version == version and report.written > 0 and (report.reloaded > 0) == random
 
     checked = asyncio.run(sync.set_up())
     assert checked.compared > 0
