@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from placement.layout import EngineLayout, MegatronLayout
 from placement.model_shape import ModelShape
 from rl_actors.config import LoraConfig, RolloutConfig, RunConfig
+from rl_actors.weight_sync.slot_rank import slot_rank
 
 GIB = 2**30
 MIB = 2**20
@@ -85,7 +86,9 @@ def estimate_memory(config: RunConfig, model: ModelShape, gpu_gib: float) -> Mem
     dtype_bytes = 2 if config.model.dtype == "bfloat16" else 4
     layout, engines = MegatronLayout.from_config(config.trainer), EngineLayout.from_config(config.rollout)
     trainer = max((_trainer_stage(config, model, layout, dtype_bytes, pp) for pp in range(layout.pp)), key=_total)
-    engine, kv_tokens = _engine(config.rollout, model, engines, dtype_bytes, gpu_bytes, config.sync.bucket_mib * MIB)
+    slot = slot_parameters(model, engines.tp, config.lora) * dtype_bytes if config.sync.mode == "adapter" else 0
+    buffers = config.sync.bucket_mib * MIB
+    engine, kv_tokens = _engine(config.rollout, model, engines, dtype_bytes, gpu_bytes, buffers, slot)
 
     shortages = []
     if trainer.total > gpu_bytes:
@@ -142,6 +145,24 @@ def adapter_parameters(model: ModelShape, layout: MegatronLayout, lora: LoraConf
     dense = layers * attention + (layers - sparse) * feed_forward(model.ffn)
     adapters_per_layer = 1 if lora.share_expert_adapters else model.experts // layout.ep
     return dense // layout.tp, sparse * adapters_per_layer * feed_forward(model.moe_ffn)
+
+
+def slot_parameters(model: ModelShape, tp: int, lora: LoraConfig) -> int:
+    """Elements of the adapter slot of one engine worker: vLLM keeps an A for each of query, key, value, gate and up.
+
+    Every kind of layer counts as adapted. A of a linear split over its output is whole on every worker, and so is B of
+    one that is split over its input.
+    """
+    rank = slot_rank(lora.rank) or lora.rank
+    query, key_value = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+
+    def feed_forward(inner: int) -> int:
+        return 3 * model.hidden + 3 * inner // tp
+
+    attention = 4 * model.hidden + (2 * query + key_value) // tp
+    dense = (model.num_layers - model.moe_layers) * feed_forward(model.ffn)
+    experts = model.moe_layers * model.experts * feed_forward(model.moe_ffn) if model.is_moe else 0
+    return rank * (model.num_layers * attention + dense + experts)
 
 
 def kv_bytes_per_token(model: ModelShape, tp: int, dtype_bytes: int = 2) -> int:
@@ -208,9 +229,10 @@ def _engine(
     dtype_bytes: int,
     gpu_bytes: int,
     buffer_bytes: int,
+    slot_bytes: int,
 ) -> tuple[Memory, int]:
     weights = model.parameters * dtype_bytes // engines.tp
-    fixed = weights + ENGINE_ACTIVATION_BYTES
+    fixed = weights + slot_bytes + ENGINE_ACTIVATION_BYTES
     if rollout.kv_cache_gib is not None:
         cache = int(rollout.kv_cache_gib * GIB)
     else:
@@ -221,5 +243,5 @@ def _engine(
         "KV cache": cache,
         "activations and CUDA graphs": ENGINE_ACTIVATION_BYTES,
         "weight sync buffers": 2 * buffer_bytes,
-    }
+    } | ({"adapter slot": slot_bytes} if slot_bytes else {})
     return Memory("engine worker", items), room // kv_bytes_per_token(model, engines.tp, dtype_bytes)

@@ -43,6 +43,18 @@ def test_an_engine_keeps_the_measured_kv_cache():
     assert estimate.kv_tokens == pytest.approx(725_000, rel=0.02)
 
 
+def test_an_adapter_slot_takes_room_from_the_kv_cache():
+    """vLLM's buffers for one expert of rank 32: two A [32, 2048] and one [32, 768], two B [768, 32] and one [2048, 32]."""
+    merged = estimate_memory(_config(lora={"rank": 24}), QWEN3_30B, H200_GIB)
+    adapter = estimate_memory(_config(lora={"rank": 24}, sync={"mode": "adapter"}), QWEN3_30B, H200_GIB)
+    expert = 32 * (2 * 2048 + 768 + 2 * 768 + 2048)
+    attention = 32 * (3 * 2048 + 4096 + (4096 + 2 * 512) + 2048)
+    slot = adapter.engine.items["adapter slot"]
+    assert slot == 48 * (128 * expert + attention) * 2
+    assert "adapter slot" not in merged.engine.items
+    assert (merged.kv_tokens - adapter.kv_tokens) * 96 * 1024 == pytest.approx(slot, rel=1e-3)
+
+
 def test_the_trainer_peaks_where_it_was_measured():
     """Measured: 30.7 GiB for 4 layers, 16 x 1024 tokens, full recompute, by a program that held all logits in bf16,
     in float32 and as a gradient; the allocator's peak has no CUDA context."""
