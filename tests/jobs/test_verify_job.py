@@ -1,4 +1,4 @@
-"""`jobs.verify` as a user runs it before a long run: every check on four ranks (MoE) and on two (dense)."""
+"""`jobs.verify` as a user runs it: every check on four ranks (MoE, merged sync) and on two (dense, adapter sync)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ KINDS = {"moe": ["experts.linear_fc1", "experts.linear_fc2"], "dense": ["linear_
 
 @pytest.mark.parametrize(
     ("arch", "layout"),
-    [("moe", ["trainer.tp=2", "trainer.pp=2", "trainer.ep=2"]), ("dense", ["trainer.tp=2", "trainer.recompute=full"])],
+    [
+        ("moe", ["trainer.tp=2", "trainer.pp=2", "trainer.ep=2"]),
+        ("dense", ["trainer.tp=2", "trainer.recompute=full", "sync.mode=adapter"]),
+    ],
 )
 def test_every_check_passes_in_float32(
     arch: str, layout: list[str], request: pytest.FixtureRequest, tmp_path: Path, run_job: Callable

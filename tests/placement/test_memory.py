@@ -44,7 +44,7 @@ def test_an_engine_keeps_the_measured_kv_cache():
 
 
 def test_an_adapter_slot_takes_room_from_the_kv_cache():
-    """vLLM's buffers for one expert of rank 32: two A [32, 2048] and one [32, 768], two B [768, 32] and one [2048, 32]."""
+    """vLLM's buffers for one expert: two A [32, 2048] and one [32, 768], two B [768, 32] and one [2048, 32]."""
     merged = estimate_memory(_config(lora={"rank": 24}), QWEN3_30B, H200_GIB)
     adapter = estimate_memory(_config(lora={"rank": 24}, sync={"mode": "adapter"}), QWEN3_30B, H200_GIB)
     expert = 32 * (2 * 2048 + 768 + 2 * 768 + 2048)
