@@ -43,7 +43,7 @@ def _check(folder: Path, model: dict | None = None, **sections) -> None:
             {"rollout": {"tp": 2, "max_model_len": 2048}, "placement": {"device": "cpu"}},
             "rollout.tp = 2 needs GPUs",
         ),
-        ({"sync": {"mode": "adapter"}, "lora": {"rank": 600}}, "lora.rank = 600 .* at most 512.*: lower it"),
+        ({"sync": {"mode": "adapter"}, "lora": {"rank": 600}}, "lora.rank = 600 .*at most 512.*: lower it"),
         (
             {"sync": {"mode": "adapter"}, "placement": {"device": "gpu"}, "model": {"dtype": "float32"}},
             "vLLM's LoRA kernels on GPU .* model.dtype = bfloat16",
