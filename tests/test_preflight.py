@@ -24,8 +24,8 @@ MODEL = {
 }
 
 
-def _check(folder: Path, model: dict | None = None, **sections) -> None:
-    (folder / "config.json").write_text(json.dumps(MODEL | (model or {})))
+def _check(folder: Path, shape: dict | None = None, **sections) -> None:
+    (folder / "config.json").write_text(json.dumps(MODEL | (shape or {})))
     (folder / "tokenizer.json").touch()
     (folder / "model.safetensors").touch()
     tree = {"run_dir": "r", "model": {"path": str(folder)}, "data": {"train": "d"}, "rollout": {"max_model_len": 2048}}
