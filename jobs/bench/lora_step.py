@@ -25,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch.distributed as dist
 
 from jobs.cli import local_folder, run
 from placement.layout import MegatronLayout
@@ -65,6 +66,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     arguments = parser.parse_args()
     rows = measure(arguments)
+    dist.destroy_process_group()
     show(rows, arguments)
     if arguments.json:
         print(json.dumps({"rows": [vars(row) for row in rows]}))
