@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from placement.layout import EngineLayout, MegatronLayout
 from placement.model_shape import ModelShape
-from rl_actors.config import LoraConfig, RolloutConfig, RunConfig
+from rl_actors.config import FUSED_PARTS, LoraConfig, RolloutConfig, RunConfig
 from rl_actors.weight_sync.slot_rank import slot_rank
 
 GIB = 2**30
@@ -132,19 +132,28 @@ def adapter_parameters(model: ModelShape, layout: MegatronLayout, lora: LoraConf
     """
     layers = model.num_layers // layout.pp
     sparse = round(layers * model.moe_layers / model.num_layers)
-    query, key_value = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+    query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
 
-    def pair(name: str, inputs: int, outputs: int) -> int:
+    def pair(name: str, inputs: int, outputs: int, rank: int) -> int:
         wanted = any(fnmatch.fnmatchcase(name, target.rpartition(".")[2]) for target in lora.targets)
-        return lora.rank * (inputs + outputs) if wanted and name not in lora.exclude else 0
+        magnitude = outputs if lora.variant == "dora" else 0
+        return rank * (inputs + outputs) + magnitude if wanted and name not in lora.exclude else 0
 
-    def feed_forward(inner: int) -> int:
-        return pair("linear_fc1", model.hidden, 2 * inner) + pair("linear_fc2", inner, model.hidden)
+    def fused(name: str, inputs: int, heights: tuple[int, ...], rank: int) -> int:
+        if lora.variant != "canonical_lora":
+            return pair(name, inputs, sum(heights), rank)
+        parts = zip(FUSED_PARTS[name], heights, strict=True)
+        return sum(pair(part, inputs, height, rank) for part, height in parts)
 
-    attention = pair("linear_qkv", model.hidden, query + key_value) + pair("linear_proj", query, model.hidden)
-    dense = layers * attention + (layers - sparse) * feed_forward(model.ffn)
+    def feed_forward(inner: int, rank: int) -> int:
+        return fused("linear_fc1", model.hidden, (inner, inner), rank) + pair("linear_fc2", inner, model.hidden, rank)
+
+    attention = fused("linear_qkv", model.hidden, (query, key_value, key_value), lora.rank)
+    attention += pair("linear_proj", query, model.hidden, lora.rank)
+    dense = layers * attention + (layers - sparse) * feed_forward(model.ffn, lora.rank)
     adapters_per_layer = 1 if lora.share_expert_adapters else model.experts // layout.ep
-    return dense // layout.tp, sparse * adapters_per_layer * feed_forward(model.moe_ffn)
+    expert_rank = lora.rank // model.topk if lora.normalize_moe_lora and model.is_moe else lora.rank
+    return dense // layout.tp, sparse * adapters_per_layer * feed_forward(model.moe_ffn, expert_rank)
 
 
 def slot_parameters(model: ModelShape, tp: int, lora: LoraConfig) -> int:

@@ -67,20 +67,40 @@ class ModelConfig(Section):
         return self
 
 
+FUSED_PARTS = {
+    "linear_qkv": ("linear_q", "linear_k", "linear_v"),
+    "linear_fc1": ("linear_fc1_gate", "linear_fc1_up"),
+}
+"""Linears that Megatron fuses, and what `canonical_lora` calls their parts."""
+
+_HUGGING_FACE_NAMES = {
+    "q_proj": "linear_q",
+    "k_proj": "linear_k",
+    "v_proj": "linear_v",
+    "o_proj": "linear_proj",
+    "gate_proj": "linear_fc1_gate",
+    "up_proj": "linear_fc1_up",
+    "down_proj": "linear_fc2",
+}
+
+
 class LoraConfig(Section):
-    variant: Literal["lora"] = "lora"
-    """Which adapter of Megatron-Bridge is used."""
+    variant: Literal["lora", "canonical_lora", "dora"] = "lora"
+    """`lora`: one adapter for each of Megatron's linears. `canonical_lora`: query, key, value, gate and up have one
+    each, as in PEFT. `dora`: `lora` and a trained length of every row of the weight (arXiv 2402.09353)."""
     rank: PositiveInt = 32
     alpha: PositiveInt = 32
-    """The adapter's output is scaled with alpha / rank."""
+    scaling: Literal["standard", "rslora"] = "standard"
+    """The adapter's output is scaled with alpha / rank, or with alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    targets: Annotated[tuple[Text, ...], Field(min_length=1)] = (
+    targets: Annotated[tuple[Text, ...], Field(min_length=1, validate_default=True)] = (
         "linear_qkv",
         "linear_proj",
         "linear_fc1",
         "linear_fc2",
     )
-    """Megatron-Core module names; wildcards such as `*.layers.0.*.linear_qkv` work."""
+    """Megatron-Core module names; wildcards such as `*.layers.0.*.linear_qkv` work. With `canonical_lora` the default
+    is linear_q, linear_k, linear_v, linear_proj, linear_fc1_gate, linear_fc1_up and linear_fc2."""
     exclude: tuple[str, ...] = ()
     """Module names or wildcards among the targets to leave unadapted."""
     a_init: Literal["xavier", "normal", "kaiming"] = "xavier"
@@ -90,6 +110,46 @@ class LoraConfig(Section):
     """One adapter for all experts of a rank. It makes the model depend on EP; leave it off."""
     normalize_moe_lora: bool = False
     """Divide the rank of expert adapters by the router's top-k."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _targets_of_the_variant(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and tree.get("variant") == "canonical_lora" and "targets" not in tree:
+            default = cls.model_fields["targets"].default
+            return {**tree, "targets": tuple(part for name in default for part in FUSED_PARTS.get(name, (name,)))}
+        return tree
+
+    @field_validator("targets", "exclude")
+    @classmethod
+    def _names_of_the_variant(cls, patterns: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        canonical = info.data.get("variant") == "canonical_lora"
+        fused_of = {part: fused for fused, parts in FUSED_PARTS.items() for part in parts}
+        for pattern in patterns:
+            name = pattern.rpartition(".")[2]
+            ours = _HUGGING_FACE_NAMES.get(name, name)
+            if not canonical and ours in fused_of:
+                raise ValueError(
+                    f"{name} is a part of Megatron's {fused_of[ours]}: use {fused_of[ours]}, or {ours} with "
+                    "lora.variant=canonical_lora"
+                )
+            if canonical and ours in FUSED_PARTS:
+                raise ValueError(
+                    f"canonical_lora adapts the parts of {name}: use {', '.join(FUSED_PARTS[ours])}, or "
+                    "lora.variant=lora"
+                )
+            if ours != name:
+                raise ValueError(f"{name} is Hugging Face's name: Megatron's is {ours}")
+        return patterns
+
+    @field_validator("dropout", "share_expert_adapters")
+    @classmethod
+    def _setting_fits_the_variant(cls, value: Any, info: ValidationInfo) -> Any:
+        variant = info.data.get("variant")
+        if value and variant == "dora":
+            raise ValueError("dora has none: leave it off, or use lora.variant=lora")
+        if value and variant == "canonical_lora" and info.field_name == "share_expert_adapters":
+            raise ValueError("canonical_lora gives every expert its own adapters: leave it off")
+        return value
 
 
 class OptimizerConfig(Section):
@@ -104,6 +164,8 @@ class OptimizerConfig(Section):
     adam_eps: PositiveFloat = 1e-8
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm limit; 0 turns clipping off."""
+    lora_plus_ratio: PositiveFloat = 1.0
+    """Learning rate of every B over that of every A (LoRA+, arXiv 2402.12354; there 16 worked well)."""
 
 
 class TrainerConfig(Section):

@@ -91,6 +91,11 @@ def _check_sizes(config: RunConfig, shape: ModelShape) -> None:
         )
     if rank % tp:
         raise ConfigError(f"lora.rank = {rank} is not a multiple of trainer.tp = {tp}: use {-(-rank // tp) * tp}")
+    if config.lora.normalize_moe_lora and shape.is_moe and rank % shape.topk:
+        raise ConfigError(
+            f"lora.rank = {rank} is not a multiple of the {shape.topk} experts that a token visits, by which "
+            f"lora.normalize_moe_lora divides it: use {-(-rank // shape.topk) * shape.topk}"
+        )
     if config.sync.mode == "adapter":
         _check_adapter_mode(config)
     if config.placement.device == "cpu":
@@ -109,8 +114,8 @@ def _check_adapter_mode(config: RunConfig) -> None:
         )
     if str(lora.variant) != "lora":
         raise ConfigError(
-            f"lora.variant = {lora.variant} has more than an A and a B, which is all that vLLM's LoRA can hold: use "
-            "sync.mode = merged"
+            f"lora.variant = {lora.variant} is not one A and one B for each linear, which is what goes into vLLM's LoRA: "
+            "use sync.mode = merged"
         )
     if config.placement.device == "gpu" and config.model.dtype == "float32":
         raise ConfigError(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_actors.config import LoraConfig
 from rl_actors.config_file import dump_config, load_config
 from rl_actors.errors import ConfigError
 
@@ -92,6 +93,35 @@ def test_a_wrong_recipe_gets_one_sentence(tmp_path: Path, text: str, sentence: s
 def test_a_value_that_cannot_work_is_named(recipe: Path, override: str) -> None:
     with pytest.raises(ConfigError, match=override.partition("=")[0].replace(".", r"\.") + ".* cannot be used"):
         load_config(recipe, [override])
+
+
+@pytest.mark.parametrize(
+    ("lora", "sentence"),
+    [
+        ("{targets: [q_proj]}", r"use linear_qkv, or linear_q with lora.variant=canonical_lora"),
+        ("{targets: ['*.layers.0.*.up_proj']}", r"use linear_fc1, or linear_fc1_up with"),
+        ("{targets: [o_proj]}", r"o_proj is Hugging Face's name: Megatron's is linear_proj"),
+        ("{targets: [linear_k]}", r"linear_k is a part of Megatron's linear_qkv"),
+        ("{variant: canonical_lora, targets: [q_proj]}", r"Megatron's is linear_q$"),
+        ("{variant: canonical_lora, targets: [linear_qkv]}", r"use linear_q, linear_k, linear_v, or lora.variant=lora"),
+        ("{variant: canonical_lora, exclude: [linear_fc1]}", r"lora\.exclude.*use linear_fc1_gate, linear_fc1_up"),
+        ("{variant: dora, targets: [linear_v]}", r"linear_v is a part of"),
+        ("{variant: dora, dropout: 0.1}", r"lora\.dropout.*dora has none"),
+        ("{variant: dora, share_expert_adapters: true}", r"dora has none: leave it off"),
+        ("{variant: canonical_lora, share_expert_adapters: true}", r"every expert its own adapters: leave it off"),
+        ("{scaling: other}", r"lora\.scaling"),
+    ],
+)
+def test_what_a_lora_variant_cannot_do_is_named(recipe: Path, lora: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(recipe, [f"lora={lora}"])
+
+
+def test_canonical_lora_targets_the_parts() -> None:
+    parts = ("linear_q", "linear_k", "linear_v", "linear_proj", "linear_fc1_gate", "linear_fc1_up", "linear_fc2")
+    config = LoraConfig(variant="canonical_lora")
+    assert config.targets == parts
+    assert LoraConfig(**config.model_dump()) == config
 
 
 @pytest.mark.parametrize("value", ["2020-13-45", "!!int abc", "[" * 3000, "9" * 5000, "{a: 1, a: 2}"])

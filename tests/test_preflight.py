@@ -55,6 +55,15 @@ def test_sizes_that_do_not_agree(tmp_path: Path, sections: dict, sentence: str) 
         _check(tmp_path, **sections)
 
 
+def test_a_rank_that_top_k_does_not_divide(tmp_path: Path) -> None:
+    moe = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+    lora = {"rank": 6, "normalize_moe_lora": True}
+    with pytest.raises(ConfigError, match=r"lora.rank = 6 .* the 4 experts .* lora.normalize_moe_lora .*: use 8"):
+        _check(tmp_path, moe, lora=lora)
+    _check(tmp_path, moe, lora={"rank": 8, "normalize_moe_lora": True})
+    _check(tmp_path, lora=lora)  # a dense model has no experts to divide for
+
+
 def test_sizes_that_agree(tmp_path: Path) -> None:
     _check(tmp_path, trainer={"tp": 4}, lora={"rank": 8})
     _check(tmp_path, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, rollout={"max_model_len": 4096})

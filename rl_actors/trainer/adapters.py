@@ -3,9 +3,11 @@
 Bridge puts adapters in; `find_adapters` finds them again and says what part of which global adapter each one is, as in
 `layers.3.self_attention.linear_qkv` or `layers.3.mlp.experts.7.linear_fc1`. In full a global adapter is
 
-    A: [rank, in]   B: [out, rank]   adapted weight = W + (alpha / rank) * B @ A
+    A: [rank, in]   B: [out, rank]   adapted weight = W + scale * B @ A
 
 with the rows of `linear_fc1` in the order gate, up, and those of `linear_qkv` group by group as Megatron keeps them.
+An adapter of a part of a weight, such as `layers.3.self_attention.linear_q`, changes the rows of that part only. DoRA
+adds M [out, 1], the lengths that the rows of the adapted weight get.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,9 +25,36 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from rl_actors.trainer.slices import Slice
+from rl_actors.trainer.wrappers import CanonicalLinear, DoRALinear, FusedRows
+
+PartName = Literal["A", "B", "M"]
 
 ROW_PARALLEL = ("linear_proj", "linear_fc2")
 """Kinds whose base weight is split over its input; all others are split over their output."""
+
+
+@dataclass(frozen=True)
+class AdapterPart:
+    """A, B or M of an adapter: what is trained, saved and resumed.
+
+    Attributes:
+        local: this rank's shard (a view of the parameter).
+        where: the shard's place in the full tensor.
+        shape: of the full tensor.
+        base: of M, what to add to `local` for the lengths themselves (float32); None otherwise.
+    """
+
+    name: PartName
+    local: torch.Tensor
+    parameter: nn.Parameter
+    where: Slice
+    base: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        shape = list(self.local.shape)
+        shape[self.where.axis] *= self.where.size
+        return shape[0], shape[1]
 
 
 @dataclass(frozen=True)
@@ -45,8 +74,11 @@ class AdapterShard:
         shared: all local experts have this same adapter (`share_expert_adapters`).
         a_slice, b_slice: where they lie in the full A [rank, in] and B [out, rank].
         base_slice: where `base` lies in the full weight [out, in].
-        scale: alpha / rank.
+        scale: of B @ A.
         group: the tensor-parallel group the slices are numbered in.
+        weight: global name of the adapted weight, for one weight may have an adapter for each of its parts.
+        rows: (start, stop) runs of the rows of `base` that this adapter changes; None for all.
+        magnitude: M, of DoRA; cut as B is.
     """
 
     name: str
@@ -64,12 +96,23 @@ class AdapterShard:
     base_slice: Slice
     scale: float
     group: Any = field(repr=False)
+    weight: str
     index: int | None = None
     shared: bool = False
+    rows: tuple[tuple[int, int], ...] | None = None
+    magnitude: AdapterPart | None = None
 
     def of_parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This adapter's part of something shaped like `a_parameter` or `b_parameter`."""
+        """This adapter's part of something shaped like one of its parameters."""
         return tensor if self.index is None else tensor[self.index]
+
+    def parts(self) -> list[AdapterPart]:
+        """A, B, and M if there is one."""
+        pair = [
+            AdapterPart("A", self.a, self.a_parameter, self.a_slice),
+            AdapterPart("B", self.b, self.b_parameter, self.b_slice),
+        ]
+        return pair if self.magnitude is None else [*pair, self.magnitude]
 
     def full(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(A, B) whole, in the parameters' type. Collective over `group`."""
@@ -84,6 +127,28 @@ class AdapterShard:
             return gather(self.a, self.a_slice, self.group), self.b
         return self.a, gather(self.b, self.b_slice, self.group)
 
+    @torch.no_grad()
+    def row_norms(self) -> torch.Tensor:
+        """Lengths of the rows of W + scale * B @ A over their whole input, float32 [rows of `base`]. Collective."""
+        a, b = self.local_factors()
+        squares = torch.addmm(self.base.float(), b.float(), a.float(), alpha=self.scale).square_().sum(dim=1)
+        if self.base_slice.axis == 1 and self.base_slice.size > 1:
+            dist.all_reduce(squares, group=self.group)
+        return squares.sqrt_()
+
+    @torch.no_grad()
+    def row_scale(self) -> torch.Tensor | None:
+        """What DoRA multiplies the rows of W + scale * B @ A with, float32 [rows of `base`]. Collective over `group`.
+
+        None if the adapter has no M.
+        """
+        if self.magnitude is None or self.magnitude.base is None:
+            return None
+        lengths = self.magnitude.base + self.magnitude.local.float()
+        if self.base_slice.axis == 1:
+            lengths = gather(lengths, self.magnitude.where, self.group)
+        return lengths[:, 0] / self.row_norms()
+
 
 def gather(shard: torch.Tensor, where: Slice, group: Any) -> torch.Tensor:
     """The full tensor from every rank's shard of it. Collective over `group`."""
@@ -96,7 +161,7 @@ def gather(shard: torch.Tensor, where: Slice, group: Any) -> torch.Tensor:
 
 
 def find_adapters(chunks: list[nn.Module]) -> list[AdapterShard]:
-    """The adapters of this rank's model chunks, in module order."""
+    """The adapters of this rank's model chunks, in module order. DoRA's modules are told theirs."""
     return [shard for chunk in chunks for shard in _adapters_of(_unwrapped(chunk))]
 
 
@@ -114,90 +179,91 @@ def _adapters_of(model: nn.Module) -> Iterator[AdapterShard]:
             continue
         layer_path = next(name for name in layers if path.startswith(name + "."))
         layer = layers[layer_path].layer_number - 1
-        yield from _shards(path, f"layers.{layer}.{path[len(layer_path) + 1 :]}", layer, module)
+        weight = f"layers.{layer}.{path[len(layer_path) + 1 :]}"
+        if isinstance(module, CanonicalLinear):
+            for part, adapter in module.adapter.items():
+                yield from _shards(_Site(path, weight, layer, module.to_wrap, adapter, part, module.fused))
+            continue
+        shards = list(_shards(_Site(path, weight, layer, module.to_wrap, module.adapter)))
+        if isinstance(module, DoRALinear):
+            shards = [_with_magnitude(shard, module) for shard in shards]
+            module.shards = shards
+        yield from shards
 
 
-def _shards(path: str, name: str, layer: int, wrapper: AdapterWrapper) -> Iterator[AdapterShard]:
-    adapter = wrapper.adapter
-    a, b = adapter.linear_in.weight, adapter.linear_out.weight
-    if ".experts." not in name or ".shared_experts." in name:
-        yield _shard(name, layer, None, wrapper, wrapper.to_wrap.weight, f"{path}.to_wrap.weight", a, b)
+@dataclass(frozen=True)
+class _Site:
+    """Where an adapter module stands: module path and name of its weight, the frozen linear, and the part of it."""
+
+    path: str
+    weight: str
+    layer: int
+    linear: Any
+    adapter: Any
+    part: str | None = None
+    fused: FusedRows | None = None
+
+
+def _shards(site: _Site) -> Iterator[AdapterShard]:
+    a, b = site.adapter.linear_in.weight, site.adapter.linear_out.weight
+    if ".experts." not in site.weight or ".shared_experts." in site.weight:
+        yield _shard(site, site.weight, None, "weight", a, b)
         return
-    local_experts = _local_experts(wrapper)
+    local_experts = site.linear.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
     first = parallel_state.get_expert_model_parallel_rank() * local_experts
-    sequential = re.search(r"\.local_experts\.(\d+)\.", name)
+    sequential = re.search(r"\.local_experts\.(\d+)\.", site.weight)
     if sequential:
         expert = first + int(sequential[1])
-        name = name.replace(sequential[0], f".{expert}.")
-        yield _shard(name, layer, expert, wrapper, wrapper.to_wrap.weight, f"{path}.to_wrap.weight", a, b)
+        yield _shard(site, site.weight.replace(sequential[0], f".{expert}."), expert, "weight", a, b)
         return
     for index in range(local_experts):
-        expert_name = name.replace(".experts.", f".experts.{first + index}.")
-        weight_name = f"weight{index}"
-        base = getattr(wrapper.to_wrap, weight_name)
+        weight = site.weight.replace(".experts.", f".experts.{first + index}.")
         # A shared adapter (share_expert_adapters) is one matrix for all local experts.
-        base_path = f"{path}.to_wrap.{weight_name}"
         place = index if a.dim() == 3 else None
         own_a, own_b = (a, b) if place is None else (a[place], b[place])
-        shard = _shard(expert_name, layer, first + index, wrapper, base, base_path, own_a, own_b, place)
-        yield replace(shard, shared=place is None)
-
-
-def _local_experts(wrapper: AdapterWrapper) -> int:
-    return wrapper.to_wrap.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        shard = _shard(site, weight, first + index, f"weight{index}", own_a, own_b)
+        yield replace(shard, index=place, shared=place is None)
 
 
 def _shard(
-    name: str,
-    layer: int,
-    expert: int | None,
-    wrapper: AdapterWrapper,
-    base: torch.Tensor,
-    base_name: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    index: int | None = None,
+    site: _Site, weight: str, expert: int | None, parameter: str, a: torch.Tensor, b: torch.Tensor
 ) -> AdapterShard:
-    linear = name.rpartition(".")[2]
-    adapter = wrapper.adapter
+    block, _, linear = weight.rpartition(".")
+    layer_type = site.part or linear
     if expert is None:
         group = parallel_state.get_tensor_model_parallel_group()
-        kind = f"shared_experts.{linear}" if ".shared_experts." in name else linear
+        kind = f"shared_experts.{layer_type}" if ".shared_experts." in weight else layer_type
     else:
         group = parallel_state.get_expert_tensor_parallel_group()
-        kind = f"experts.{linear}"
+        kind = f"experts.{layer_type}"
     rank, size = group.rank(), group.size()
-    gated = linear == "linear_fc1" and wrapper.to_wrap.config.gated_linear_unit
+    gated = linear == "linear_fc1" and site.linear.config.gated_linear_unit
     by_input = linear in ROW_PARALLEL
     return AdapterShard(
-        name=name,
+        name=f"{block}.{layer_type}",
         kind=kind,
-        layer=layer,
+        layer=site.layer,
         expert=expert,
-        base=base,
-        base_name=base_name,
+        base=getattr(site.linear, parameter),
+        base_name=f"{site.path}.to_wrap.{parameter}",
         a=a,
         b=b,
-        a_parameter=adapter.linear_in.weight,
-        b_parameter=adapter.linear_out.weight,
+        a_parameter=site.adapter.linear_in.weight,
+        b_parameter=site.adapter.linear_out.weight,
         a_slice=Slice(1 if by_input else 0, rank, size),
-        b_slice=Slice(0, rank, size, gated=gated),
+        b_slice=Slice(0, rank, size, gated=gated and site.part is None),
         base_slice=Slice(1 if by_input else 0, rank, size, gated=gated),
-        scale=adapter.alpha / adapter.dim,
+        scale=site.adapter.alpha / site.adapter.dim,
         group=group,
-        index=index,
+        weight=weight,
+        rows=site.fused.rows(site.part) if site.fused and site.part else None,
     )
 
 
-def full_shapes(adapter: AdapterShard) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shapes of the full A [rank, in] and B [out, rank]."""
-
-    def scaled(shard: torch.Tensor, where: Slice) -> tuple[int, int]:
-        shape = list(shard.shape)
-        shape[where.axis] *= where.size
-        return shape[0], shape[1]
-
-    return scaled(adapter.a, adapter.a_slice), scaled(adapter.b, adapter.b_slice)
+def _with_magnitude(shard: AdapterShard, wrapper: DoRALinear) -> AdapterShard:
+    parameter = wrapper.adapter.magnitude
+    local, base = shard.of_parameter(parameter), shard.of_parameter(wrapper.base_norms)
+    return replace(shard, magnitude=AdapterPart("M", local, parameter, shard.b_slice, base))
 
 
 def write(shard: torch.Tensor, where: Slice, full: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from megatron.core import parallel_state, tensor_parallel
 from rl_actors.config import LoraConfig, ModelConfig
 from rl_actors.errors import CheckpointError
 from rl_actors.trainer import peft_adapter
-from rl_actors.trainer.lora import AdapterShard, Slice, full_shapes
+from rl_actors.trainer.lora import AdapterPart, AdapterShard
 from rl_actors.trainer.model import TrainerModel
 from rl_actors.trainer.optimizer_state import MOMENTS, Holding, holdings, reset
 from rl_actors.trainer.shard_files import (
@@ -31,7 +31,6 @@ from rl_actors.trainer.shard_files import (
     Cut,
     Kind,
     OwnedPiece,
-    Part,
     ShardReader,
     TrainerState,
     write_rank_file,
@@ -56,9 +55,8 @@ def save(worker: MegatronWorker, folder: Path) -> None:
     write_rank_file(folder, worker.rank, _owned(model.adapters, holdings(worker.optimizer.megatron)))
     torch.save(_rng_states(), _rng_file(folder, worker.rank))
     adapters = {
-        shard.name: {"A": list(a), "B": list(b), "scale": shard.scale}
+        shard.name: {**{part.name: list(part.shape) for part in shard.parts()}, "scale": shard.scale}
         for shard in model.adapters
-        for a, b in [full_shapes(shard)]
     }
     # Rank 0 hears of every rank only after that rank has written.
     everyone: list[Any] | None = [None] * dist.get_world_size() if worker.rank == 0 else None
@@ -107,50 +105,50 @@ def load(worker: MegatronWorker, folder: Path) -> None:
 def _owned(shards: list[AdapterShard], held: dict[Any, Holding]) -> Iterator[OwnedPiece]:
     """The pieces this rank writes: its own runs, or, of what data-parallel ranks hold alike, all of it on the first."""
     for shard in shards:
-        for part, local, parameter, where, shape in _parts(shard):
-            holding = held.get(parameter)
+        for part in shard.parts():
+            holding = held.get(part.parameter)
             if holding is None or not (holding.sharded or _is_first_replica(shard)):
                 continue
-            offset, lo, hi = _overlap(local, parameter, holding)
+            offset, lo, hi = _overlap(part, holding)
             if lo >= hi:
                 continue
             run = slice(lo - holding.start, hi - holding.start)
-            tensors: dict[Kind, torch.Tensor] = {"weight": holding.main[run]}
+            weight = holding.main[run]
+            if part.base is not None:  # M is saved whole, so that it means the same without the base
+                weight = weight + part.base.view(-1)[lo - offset : hi - offset]
+            tensors: dict[Kind, torch.Tensor] = {"weight": weight}
             if all(moment in holding.state for moment in MOMENTS):
                 tensors["exp_avg"] = holding.state["exp_avg"].view(-1)[run]
                 tensors["exp_avg_sq"] = holding.state["exp_avg_sq"].view(-1)[run]
-            cut = Cut(shape, where.axis, where.rank, where.size, where.gated, lo - offset, hi - offset)
-            yield OwnedPiece(shard.name, part, cut, tensors)
+            where = part.where
+            cut = Cut(part.shape, where.axis, where.rank, where.size, where.gated, lo - offset, hi - offset)
+            yield OwnedPiece(shard.name, part.name, cut, tensors)
 
 
 def _restore(shard: AdapterShard, reader: ShardReader, held: dict[Any, Holding]) -> None:
-    for part, local, parameter, where, _ in _parts(shard):
-        weight = where.of(reader.full(shard.name, part))
-        local.detach().copy_(weight)
-        holding = held.get(parameter)
+    for part in shard.parts():
+        weight = part.where.of(reader.full(shard.name, part.name))
+        if part.base is not None:
+            weight = weight - part.base.cpu()
+        part.local.detach().copy_(weight)
+        holding = held.get(part.parameter)
         if holding is None:
             continue
-        offset, lo, hi = _overlap(local, parameter, holding)
+        offset, lo, hi = _overlap(part, holding)
         if lo >= hi:
             continue
         run, source = slice(lo - holding.start, hi - holding.start), slice(lo - offset, hi - offset)
         holding.main[run].copy_(weight.reshape(-1)[source])
         if reader.state.steps:
             for kind in ("exp_avg", "exp_avg_sq"):
-                moment = where.of(reader.full(shard.name, part, kind))  # type: ignore[arg-type]
+                moment = part.where.of(reader.full(shard.name, part.name, kind))  # type: ignore[arg-type]
                 holding.state[kind].view(-1)[run].copy_(moment.reshape(-1)[source])
 
 
-def _parts(shard: AdapterShard) -> Iterator[tuple[Part, torch.Tensor, Any, Slice, tuple[int, int]]]:
-    a_shape, b_shape = full_shapes(shard)
-    yield "A", shard.a, shard.a_parameter, shard.a_slice, a_shape
-    yield "B", shard.b, shard.b_parameter, shard.b_slice, b_shape
-
-
-def _overlap(local: torch.Tensor, parameter: torch.Tensor, holding: Holding) -> tuple[int, int, int]:
+def _overlap(part: AdapterPart, holding: Holding) -> tuple[int, int, int]:
     """(offset, lo, hi): where the shard begins in its flat parameter, and which elements of it the rank holds there."""
-    offset = int(local.storage_offset() - parameter.storage_offset())
-    return offset, max(offset, holding.start), min(offset + local.numel(), holding.stop)
+    offset = int(part.local.storage_offset() - part.parameter.storage_offset())
+    return offset, max(offset, holding.start), min(offset + part.local.numel(), holding.stop)
 
 
 def _is_first_replica(shard: AdapterShard) -> bool:
@@ -194,9 +192,12 @@ def _shape_faults(state: TrainerState, shards: list[AdapterShard]) -> Iterator[s
         if entry is None:
             yield f"it has no adapter {shard.name}"
             continue
-        for part, shape in zip("AB", full_shapes(shard), strict=True):
-            if tuple(entry[part]) != shape:
-                yield f"{part} of {shard.name} is {entry[part]} in the checkpoint and {list(shape)} in this run"
+        for part in shard.parts():
+            if tuple(entry[part.name]) != part.shape:
+                yield (
+                    f"{part.name} of {shard.name} is {entry[part.name]} in the checkpoint and {list(part.shape)} "
+                    "in this run"
+                )
 
 
 def _rng_file(folder: Path, rank: int) -> Path:

@@ -1,8 +1,9 @@
 """A checkpoint as a plain Hugging Face model: base weights with the adapters merged in.
 
 Reads the layout-free files and the base folder only: no Megatron, no GPU, the memory of one tensor. Invariant: each
-adapted weight is W + alpha / rank * B @ A in float32 from the fp32 masters, cast once to the base's type; every other
-tensor and file is the base's own. The folder is whole or absent: it is written beside its place and renamed.
+adapted weight is W + scale * B @ A (with DoRA's row lengths) in float32 from the fp32 masters, cast once to the base's
+type; every other tensor and file is the base's own. The folder is whole or absent: it is written beside its place and
+renamed.
 """
 
 from __future__ import annotations
@@ -112,7 +113,12 @@ class _Merger:
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(f"{weight} is of type {tensor.dtype}, which adapters cannot be merged into")
         a, b = self._reader.full(name, "A"), linear.of(self._reader.full(name, "B"))
-        return tensor.float().addmm_(b, a, alpha=self._reader.state.adapters[name]["scale"])
+        entry = self._reader.state.adapters[name]
+        merged = tensor.float().addmm_(b, a, alpha=entry["scale"])
+        if "M" in entry:
+            lengths = linear.of(self._reader.full(name, "M"))
+            merged.mul_(lengths / torch.linalg.vector_norm(merged, dim=1, keepdim=True))
+        return merged
 
 
 def _check_base(base: Path, reader: ShardReader) -> None:

@@ -1,7 +1,8 @@
 """From our adapters' names to the linears of the Hugging Face model they adapt.
 
 Megatron fuses query, key and value, and gate and up; an adapter of a fused linear is the same A for all of them and
-each one's rows of B. Invariant: rows of the Hugging Face weight stand in its own order, so `B[rows]` fits it.
+each one's rows of B. An adapter of a part (`linear_q`) is that of one linear, its rows already in order. Invariant:
+rows of the Hugging Face weight stand in its own order, so `B[rows]` fits it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,14 @@ from rl_actors.errors import CheckpointError
 from rl_actors.weight_sync import shards
 
 _NAME = re.compile(r"layers\.(\d+)\.(self_attention|mlp)\.(?:(experts\.\d+)\.)?(linear_\w+)")
+
+_PARTS = {
+    "linear_q": "q_proj",
+    "linear_k": "k_proj",
+    "linear_v": "v_proj",
+    "linear_fc1_gate": "gate_proj",
+    "linear_fc1_up": "up_proj",
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,9 @@ def hf_linears(name: str, out: int, shape: ModelShape) -> list[HFLinear]:
         layer, _, expert, linear = match.groups()
         block = f"model.layers.{layer}"
         mlp = f"{block}.mlp.{expert}" if expert else f"{block}.mlp"
+        if linear in _PARTS:
+            parent = f"{block}.self_attn" if linear in ("linear_q", "linear_k", "linear_v") else mlp
+            return [HFLinear(f"{parent}.{_PARTS[linear]}", ((0, out),))]
         match linear:
             case "linear_qkv":
                 return _qkv(f"{block}.self_attn", shape)

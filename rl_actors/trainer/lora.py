@@ -24,23 +24,22 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from rl_actors.config import LoraConfig
+from rl_actors.config import FUSED_PARTS, LoraConfig
 from rl_actors.errors import ConfigError
-from rl_actors.trainer.adapters import AdapterShard, find_adapters, full_shapes, gather, write
+from rl_actors.trainer.adapters import AdapterPart, AdapterShard, find_adapters, gather, write
 from rl_actors.trainer.grouped_lora import use_grouped_gemm
 from rl_actors.trainer.slices import Slice
 
 __all__ = [
+    "AdapterPart",
     "AdapterShard",
     "Slice",
     "TargetedLoRA",
     "adapters_off",
     "check_targets",
     "find_adapters",
-    "full_shapes",
     "gather",
     "initialize",
-    "make_lora",
     "perturb",
     "write",
 ]
@@ -48,13 +47,14 @@ __all__ = [
 
 @dataclass
 class TargetedLoRA(LoRA):
-    """Bridge's LoRA with two differences in which modules it takes.
+    """Bridge's LoRA with two differences in which modules it takes, and rsLoRA's scale.
 
     Exclusions among the targets, which Bridge takes only without targets; and layer and expert numbers in wildcards
     are the whole model's, where Bridge's are those of the pipeline stage and rank.
     """
 
     excluded: tuple[str, ...] = ()
+    scaling: str = "standard"
     first_layer: int = 0
     first_expert: int = 0
 
@@ -67,7 +67,15 @@ class TargetedLoRA(LoRA):
         return None if found is None else (found[0], local_name)
 
     def transform(self, module: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
-        return use_grouped_gemm(super().transform(module, name, prefix))
+        wrapped: nn.Module = use_grouped_gemm(super().transform(module, name, prefix))
+        if wrapped is not module and isinstance(wrapped, AdapterWrapper):
+            self.set_scale(wrapped.adapter)
+        return wrapped
+
+    def set_scale(self, adapter: nn.Module) -> None:
+        """Bridge scales with adapter.alpha / adapter.dim, whatever the rank of this adapter is."""
+        if self.scaling == "rslora":
+            adapter.alpha = self.alpha * math.sqrt(adapter.dim)  # type: ignore[assignment, arg-type]
 
     def apply(self, chunk: nn.Module) -> nn.Module:
         """Freeze a model chunk and put the adapters in. Chunks have no wrappers yet."""
@@ -91,21 +99,6 @@ def _global_name(local_name: str, first_layer: int, first_expert: int) -> str:
     return re.sub(r"(\blocal_experts\.)(\d+)", lambda match: renumber(match, first_expert), name)
 
 
-def make_lora(config: LoraConfig) -> TargetedLoRA:
-    """Bridge's LoRA from our configuration."""
-    return TargetedLoRA(
-        target_modules=list(config.targets),
-        dim=config.rank,
-        alpha=config.alpha,
-        dropout=config.dropout,
-        lora_A_init_method=config.a_init,
-        lora_B_init_method=config.b_init,
-        share_expert_adapters=config.share_expert_adapters,
-        normalize_moe_lora=config.normalize_moe_lora,
-        excluded=config.exclude,
-    )
-
-
 def check_targets(config: LoraConfig, chunks: list[nn.Module]) -> None:
     """Every target and exclusion must match a module of some pipeline stage.
 
@@ -115,7 +108,12 @@ def check_targets(config: LoraConfig, chunks: list[nn.Module]) -> None:
     modules: set[str] = set()
     for chunk in chunks:
         first = _first_numbers(chunk)
-        modules |= {_global_name(name, *first) for name, module in chunk.named_modules() if _is_linear(module)}
+        modules |= {
+            part
+            for name, module in chunk.named_modules()
+            if _is_linear(module)
+            for part in adaptable(_global_name(name, *first), config.variant == "canonical_lora")
+        }
     # Layers are spread over pipeline stages and experts over expert-parallel ranks.
     for group in (parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_expert_model_parallel_group()):
         if group.size() > 1:
@@ -133,12 +131,18 @@ def check_targets(config: LoraConfig, chunks: list[nn.Module]) -> None:
             )
 
 
+def adaptable(name: str, canonical: bool) -> list[str]:
+    """What targets and exclusions may call the linear `name`: itself, or the parts that canonical_lora adapts."""
+    block, _, linear = name.rpartition(".")
+    return [f"{block}.{part}" for part in FUSED_PARTS[linear]] if canonical and linear in FUSED_PARTS else [name]
+
+
 def _is_linear(module: nn.Module) -> bool:
     return module.__class__.__name__.endswith(("ParallelLinear", "ParallelGroupedLinear"))
 
 
 def initialize(adapters: list[AdapterShard], config: LoraConfig, seed: int) -> None:
-    """Give A its initial values and B zeros: the adapted model equals the base."""
+    """Give A its initial values, B zeros and M the norms of the base: the adapted model equals the base. Collective."""
 
     def fill(full: torch.Tensor, generator: torch.Generator) -> None:
         if config.a_init == "xavier":
@@ -149,20 +153,26 @@ def initialize(adapters: list[AdapterShard], config: LoraConfig, seed: int) -> N
             nn.init.normal_(full, std=0.2, generator=generator)  # Bridge's "normal"
 
     for adapter in _distinct(adapters):
-        write(adapter.a, adapter.a_slice, _seeded(adapter, "A", seed, fill))
-        adapter.b.detach().zero_()
+        for part in adapter.parts():
+            if part.name == "A":
+                write(part.local, part.where, _seeded(adapter, part, seed, fill))
+            else:
+                part.local.detach().zero_()
+            if part.base is not None:
+                norms = adapter.row_norms()[:, None]  # B is zero by now
+                part.base.copy_(part.where.of(norms) if adapter.base_slice.axis == 1 else norms)
 
 
 def perturb(adapters: list[AdapterShard], seed: int, scale: float) -> None:
-    """Add seeded normal noise of standard deviation `scale` to every A and B, whatever the layout."""
+    """Add seeded normal noise of standard deviation `scale` to every A, B and M, whatever the layout."""
 
     def fill(full: torch.Tensor, generator: torch.Generator) -> None:
         nn.init.normal_(full, std=scale, generator=generator)
 
     for adapter in _distinct(adapters):
-        for part, shard, where in (("A", adapter.a, adapter.a_slice), ("B", adapter.b, adapter.b_slice)):
-            noise = where.of(_seeded(adapter, part, seed, fill))
-            shard.detach().add_(noise.to(shard.device, shard.dtype))
+        for part in adapter.parts():
+            noise = part.where.of(_seeded(adapter, part, seed, fill))
+            part.local.detach().add_(noise.to(part.local.device, part.local.dtype))
 
 
 def _distinct(adapters: list[AdapterShard]) -> Iterator[AdapterShard]:
@@ -176,13 +186,13 @@ def _distinct(adapters: list[AdapterShard]) -> Iterator[AdapterShard]:
 
 
 def _seeded(
-    adapter: AdapterShard, part: str, seed: int, fill: Callable[[torch.Tensor, torch.Generator], None]
+    adapter: AdapterShard, part: AdapterPart, seed: int, fill: Callable[[torch.Tensor, torch.Generator], None]
 ) -> torch.Tensor:
     """A full tensor in float32 on CPU whose values depend on seed, name and part only."""
     name = re.sub(r"\.experts\.\d+\.", ".experts.", adapter.name) if adapter.shared else adapter.name
-    digest = hashlib.sha256(f"{seed}:{name}:{part}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}:{name}:{part.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    full = torch.empty(full_shapes(adapter)[0 if part == "A" else 1], dtype=torch.float32)
+    full = torch.empty(part.shape, dtype=torch.float32)
     fill(full, generator)
     return full
 

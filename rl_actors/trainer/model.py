@@ -118,6 +118,7 @@ def build_model(
     from rl_actors.trainer import lora as adapters
     from rl_actors.trainer.grouped_lora import stack_weights
     from rl_actors.trainer.random_weights import fill
+    from rl_actors.trainer.variants import make_lora
 
     shape = ModelShape.from_folder(model.path, model.layers)
     layout.check_model(shape)
@@ -129,7 +130,7 @@ def build_model(
     _device_settings(provider, device)
     provider.finalize()
 
-    peft = adapters.make_lora(lora)
+    peft = make_lora(lora)
 
     def adapt(chunks: list[nn.Module]) -> list[nn.Module]:
         adapters.check_targets(lora, chunks)

@@ -13,11 +13,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from torch import nn
 
 from rl_actors.config import OptimizerConfig
 from rl_actors.trainer.model import TrainerModel, use_distributed_optimizer
+
+RATIO = "lr_mult"
+"""Megatron's name in parameter groups for a factor of the learning rate; 1 by default."""
 
 
 class AdapterOptimizer:
@@ -28,28 +31,30 @@ class AdapterOptimizer:
         self.config = config
         dtype = model.config.params_dtype
         # `optimizer_state` and checkpoints look into this one.
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            clip_grad=0.0,  # `clip` does it, with the norm of `gradient_squares`
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=use_distributed_optimizer(model.layout),
+        )
+        overrides: dict[ParamKey, Any] = get_standard_config_overrides(settings)
+        if config.lora_plus_ratio != 1.0:
+            overrides[ParamKey(name="*.linear_out.weight")] = {RATIO: config.lora_plus_ratio}
         self.megatron = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                min_lr=config.min_lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.adam_beta1,
-                adam_beta2=config.adam_beta2,
-                adam_eps=config.adam_eps,
-                clip_grad=0.0,  # `clip` does it, with the norm of `gradient_squares`
-                bf16=dtype == torch.bfloat16,
-                params_dtype=dtype,
-                use_distributed_optimizer=use_distributed_optimizer(model.layout),
-            ),
-            model.chunks,
-            use_gloo_process_groups=False,
+            settings, model.chunks, config_overrides=overrides, use_gloo_process_groups=False
         )
         self.parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
         # Parameters hold several experts on GPU; each is taken once.
         self.kinds: dict[nn.Parameter, str] = {}
         for adapter in model.adapters:
-            self.kinds[adapter.a_parameter] = self.kinds[adapter.b_parameter] = adapter.kind
+            self.kinds |= dict.fromkeys((part.parameter for part in adapter.parts()), adapter.kind)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -78,9 +83,13 @@ class AdapterOptimizer:
                 chunk.scale_gradients(limit / (norm + 1e-6))
 
     def step(self, lr: float) -> None:
-        """One Adam step at rate `lr` with the gradients as they are, and back into the adapters."""
+        """One Adam step with the gradients as they are, and back into the adapters.
+
+        Args:
+            lr: learning rate of A (and M); that of B is `lora_plus_ratio` times it.
+        """
         for group in self.megatron.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group[RATIO]
         self.megatron.step()
 
     def reload(self) -> None:

@@ -4,7 +4,7 @@
 adapter. `trainer/rank-00003.safetensors` holds the pieces that rank 3 owned. A piece is a run of elements
 `start:stop` of one shard, and the shard is part `rank` of `size` of an axis of the full tensor (see
 `lora.Slice`); tensor parallelism chooses the shard, the distributed optimizer the run. Three tensors belong to each
-piece of A and B: the fp32 master weight and Adam's two moments.
+piece: the fp32 master weight and Adam's two moments.
 
 Invariant: pieces of one tensor are disjoint and together cover it; a reader that finds otherwise says what is missing.
 Nothing here imports Megatron, so a checkpoint can be read anywhere.
@@ -30,7 +30,7 @@ from rl_actors.errors import CheckpointError
 FORMAT = 1
 TRAINER, STATE = "trainer", "state.json"
 
-Part = Literal["A", "B"]
+Part = Literal["A", "B", "M"]
 Kind = Literal["weight", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq")
 
@@ -67,7 +67,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """What one rank writes of one A or B. Tensors are flat, float32; the moments are empty before the first step."""
+    """What one rank writes of one A, B or M. Tensors are flat, float32; the moments are empty before the first step."""
 
     name: str
     part: Part
@@ -86,7 +86,7 @@ class TrainerState:
         model: sizes of the model.
         steps: optimizer steps made; the learning rate is a function of it and the configuration.
         layout: sizes of the parallel axes it was written at.
-        adapters: for each adapter the shapes of "A" and "B" and its "scale" alpha / rank.
+        adapters: for each adapter the shapes of "A" and "B", of DoRA's "M", and the "scale" of B @ A.
         ranks: how many rank files there are.
     """
 
@@ -168,7 +168,7 @@ class ShardReader:
                 self._pieces.setdefault(key, []).append((rank, cut))
 
     def full(self, name: str, part: Part, kind: Kind = "weight") -> torch.Tensor:
-        """A or B of an adapter, or a moment of it, whole: float32 [rank, in] or [out, rank], on CPU.
+        """A, B or M of an adapter, or a moment of it, whole: float32 [rank, in], [out, rank] or [out, 1], on CPU.
 
         Raises:
             CheckpointError: there is no such adapter, or pieces of it are missing.

@@ -45,8 +45,8 @@ class Holdings:
 class TrainerShards:
     """This Megatron rank's parameters by global name, with their pieces.
 
-    Adapted weights go by their adapter's name (`layers.0.self_attention.linear_qkv`), all others by Megatron's global
-    parameter name (`decoder.layers.0.input_layernorm.weight`), and factors as in `weight_sync.factors`.
+    Adapted weights go by the name their adapters have for them (`layers.0.self_attention.linear_qkv`), all others by
+    Megatron's global parameter name (`decoder.layers.0.input_layernorm.weight`), factors as in `weight_sync.factors`.
 
     Args:
         send_factors: a sync sends A and B (`sync.mode: adapter`), not the merged weights.
@@ -57,13 +57,14 @@ class TrainerShards:
         self._model = model
         self._registry = model.bridge._model_bridge.mapping_registry()
         self._heads = Heads(model.shape.heads, model.shape.kv_heads, model.shape.head_dim)
-        self.tensors: dict[str, torch.Tensor] = {adapter.name: adapter.base for adapter in model.adapters}
+        self.tensors: dict[str, torch.Tensor] = {adapter.weight: adapter.base for adapter in model.adapters}
 
     def holdings(self) -> Holdings:
         """Raises SyncError if an adapted weight cannot be expressed in Hugging Face coordinates."""
         adapted: list[Piece] = []
         fixed: list[Piece] = []
-        for adapter in self._model.adapters:
+        # One weight may have an adapter for each of its parts (but in adapter mode it has one).
+        for adapter in {adapter.weight: adapter for adapter in self._model.adapters}.values():
             base = self._adapted(adapter)
             adapted += self._factors(adapter, base) if self._send_factors else base
             fixed += base if self._send_factors else []
@@ -78,7 +79,7 @@ class TrainerShards:
 
     def _adapted(self, adapter: AdapterShard) -> list[Piece]:
         where = adapter.base_slice
-        return self._mapped(adapter, adapter.name, adapter.base, where.axis, where.rank, where.size)
+        return self._mapped(adapter, adapter.weight, adapter.base, where.axis, where.rank, where.size)
 
     def _factors(self, adapter: AdapterShard, base: list[Piece]) -> list[Piece]:
         """A goes by the name of its first linear; the rows of B belong to its linears as those of the weight do."""
@@ -104,7 +105,7 @@ class TrainerShards:
             if pieces is not None:
                 return pieces
         raise SyncError(
-            f"{adapter.name} has an adapter, but its weight has no Hugging Face tensor that an engine could take: "
+            f"{adapter.weight} has an adapter, but its weight has no Hugging Face tensor that an engine could take: "
             "leave it out with lora.exclude"
         )
 
@@ -161,8 +162,8 @@ class TrainerShards:
 def _megatron_names(adapter: AdapterShard) -> list[str]:
     """The global parameter names under which Bridge may know an adapted weight (experts: one by one, or grouped)."""
     if adapter.expert is None:
-        return [f"decoder.{adapter.name}.weight"]
-    block, _, linear = f"decoder.{adapter.name}".partition(f".experts.{adapter.expert}.")
+        return [f"decoder.{adapter.weight}.weight"]
+    block, _, linear = f"decoder.{adapter.weight}".partition(f".experts.{adapter.expert}.")
     return [
         f"{block}.experts.local_experts.{adapter.expert}.{linear}.weight",
         f"{block}.experts.{linear}.weight{adapter.expert}",

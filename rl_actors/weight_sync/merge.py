@@ -1,4 +1,4 @@
-"""Merged shards: W + (alpha / rank) * B @ A in float32, from the frozen base, cast once.
+"""Merged shards: W + scale * B @ A in float32, from the frozen base, cast once; with DoRA its rows scaled to length.
 
 Invariant: the base is only read. The result lies in a buffer that the next batch overwrites; the largest thing ever
 allocated is one batch. Experts of a layer are merged together, as many as fit into the scratch size. What is gathered
@@ -28,16 +28,24 @@ class Merger:
     """
 
     def __init__(self, adapters: Sequence[AdapterShard], dtype: torch.dtype, scratch_numel: int) -> None:
-        self.shards = {adapter.name: adapter for adapter in adapters}
+        # By weight: one adapter, or one for each of its parts.
+        self.shards: dict[str, list[AdapterShard]] = {}
+        for adapter in adapters:
+            self.shards.setdefault(adapter.weight, []).append(adapter)
         self.dtype = dtype
         self._scratch_numel = scratch_numel
         self._factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._row_scales: dict[str, torch.Tensor] = {}
         self._scratch: torch.Tensor | None = None
         self._merged: torch.Tensor | None = None
 
     def gather(self) -> None:
-        """Fetch what tensor parallelism keeps elsewhere of A and B. Collective: all ranks, in the same order."""
-        self._factors = {name: shard.local_factors() for name, shard in self.shards.items()}
+        """Fetch what tensor parallelism keeps elsewhere of A, B and M. Collective: all ranks, in the same order."""
+        with _exact_float32():
+            for shard in itertools.chain.from_iterable(self.shards.values()):
+                self._factors[shard.name] = shard.local_factors()
+                if (row_scale := shard.row_scale()) is not None:
+                    self._row_scales[shard.name] = row_scale
 
     @property
     def buffer_bytes(self) -> int:
@@ -46,7 +54,7 @@ class Merger:
 
     def release(self) -> None:
         """Give the buffers back."""
-        self._factors = {}
+        self._factors, self._row_scales = {}, {}
         self._scratch = self._merged = None
 
     @torch.no_grad()
@@ -63,28 +71,41 @@ class Merger:
         """Runs of experts of one layer and kind, cut to the scratch size; everything else alone."""
 
         def kind(name: str) -> tuple[object, ...]:
-            shard = self.shards[name]
-            return (shard.layer, shard.kind, shard.base.shape) if shard.expert is not None else (name,)
+            shards = self.shards[name]
+            if shards[0].expert is None:
+                return (name,)
+            return (shards[0].layer, shards[0].base.shape, *(shard.kind for shard in shards))
 
         for _, run in itertools.groupby(names, key=kind):
             members = list(run)
-            at_once = max(1, self._scratch_numel // self.shards[members[0]].base.numel())
+            at_once = max(1, self._scratch_numel // self.shards[members[0]][0].base.numel())
             for start in range(0, len(members), at_once):
                 yield members[start : start + at_once]
 
     def _merge(self, batch: list[str]) -> torch.Tensor:
         """[len(batch), out, in] in the model's type."""
-        shards = [self.shards[name] for name in batch]
-        factors = [self._factors[name] for name in batch]
-        shape = (len(batch), *shards[0].base.shape)
-        scratch = self._buffer("_scratch", torch.float32, shape, shards[0].base.device)
-        torch._foreach_copy_(list(scratch), [shard.base for shard in shards])
-        a_ERI = torch.stack([a.float() for a, _ in factors])
-        b_EOR = torch.stack([b.float() for _, b in factors])
-        scratch.baddbmm_(b_EOR, a_ERI, alpha=shards[0].scale)
+        bases = [self.shards[name][0].base for name in batch]
+        shape = (len(batch), *bases[0].shape)
+        scratch = self._buffer("_scratch", torch.float32, shape, bases[0].device)
+        torch._foreach_copy_(list(scratch), bases)
+        for alike in zip(*(self.shards[name] for name in batch), strict=True):
+            self._add(scratch, alike)
         if self.dtype == torch.float32:
             return scratch
         return self._buffer("_merged", self.dtype, shape, scratch.device).copy_(scratch)
+
+    def _add(self, weights_EOI: torch.Tensor, shards: Sequence[AdapterShard]) -> None:
+        """Add to each weight the adapter that it has of one kind."""
+        factors = [self._factors[shard.name] for shard in shards]
+        a_ERI = torch.stack([a.float() for a, _ in factors])
+        b_EOR = torch.stack([b.float() for _, b in factors])
+        done = 0
+        for start, stop in shards[0].rows or ((0, weights_EOI.shape[1]),):
+            height = stop - start
+            weights_EOI[:, start:stop].baddbmm_(b_EOR[:, done : done + height], a_ERI, alpha=shards[0].scale)
+            done += height
+        if shards[0].name in self._row_scales:
+            weights_EOI.mul_(torch.stack([self._row_scales[shard.name] for shard in shards])[..., None])
 
     def _buffer(self, slot: str, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
         numel = torch.Size(shape).numel()

@@ -90,6 +90,14 @@ def test_adapters_are_counted_one_per_expert():
     assert experts == 48 * 32 * (32 * ((2048 + 1536) + (768 + 2048)))
     shared = adapter_parameters(QWEN3_30B, MegatronLayout(ep=4), LoraConfig(rank=32, share_expert_adapters=True))
     assert shared == (dense, experts // 32)
+    canonical = LoraConfig(rank=32, variant="canonical_lora")
+    more_a = 48 * 32 * 2048  # for each further A that reads the hidden states: two in attention, one in an expert
+    assert adapter_parameters(QWEN3_30B, MegatronLayout(ep=4), canonical) == (dense + 2 * more_a, experts + 32 * more_a)
+    dora = LoraConfig(rank=32, variant="dora")
+    lengths = 48 * (5120 + 2048), 48 * 32 * (1536 + 2048)
+    assert adapter_parameters(QWEN3_30B, MegatronLayout(ep=4), dora) == (dense + lengths[0], experts + lengths[1])
+    normalized = LoraConfig(rank=32, normalize_moe_lora=True)
+    assert adapter_parameters(QWEN3_30B, MegatronLayout(ep=4), normalized) == (dense, experts // 8)
     only_qkv = LoraConfig(rank=32, targets=("*.layers.*.linear_qkv",))
     assert adapter_parameters(QWEN3_30B, MegatronLayout(tp=2), only_qkv) == (48 * 32 * (2048 + 5120) // 2, 0)
 

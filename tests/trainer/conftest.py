@@ -13,11 +13,12 @@ from rl_actors.config import RunConfig
 
 @pytest.fixture(scope="session")
 def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`tiny_config(model, **sections)`: a run configuration in float32. Models: dense, tied, odd, moe, moe_tied."""
+    """`tiny_config(model, **sections)`: a run configuration in float32 for one of the models below."""
     folders: dict[str, Path] = {}
     models: dict[str, dict[str, Any]] = {
         "dense": {"arch": "dense"},
         "tied": {"arch": "dense", "tied": True},
+        "biased": {"arch": "biased"},
         "odd": {"arch": "dense", "vocab": 97},
         "moe": {"arch": "moe"},
         "moe_tied": {"arch": "moe", "tied": True},

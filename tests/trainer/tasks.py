@@ -31,10 +31,9 @@ def gradients(worker: MegatronWorker) -> dict[str, np.ndarray]:
     whole = {parameter: worker.optimizer.gradient(parameter) for parameter in worker.optimizer.kinds}
     out = {}
     for adapter in worker.model.adapters:
-        a = adapter.of_parameter(whole[adapter.a_parameter])
-        b = adapter.of_parameter(whole[adapter.b_parameter])
-        out[f"{adapter.name}.A"] = gather(a, adapter.a_slice, adapter.group).numpy()
-        out[f"{adapter.name}.B"] = gather(b, adapter.b_slice, adapter.group).numpy()
+        for part in adapter.parts():
+            gradient = adapter.of_parameter(whole[part.parameter])
+            out[f"{adapter.name}.{part.name}"] = gather(gradient, part.where, adapter.group).numpy()
     return out
 
 
@@ -49,13 +48,91 @@ def perturbed(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
 
 
 def merged_forward(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
-    """Logprobs of perturbed adapters, and of a base that holds `W + scale * B @ A` with adapters off."""
+    """Logprobs of perturbed adapters, and of a base that holds what weight sync would send, with adapters off."""
+    from rl_actors.weight_sync.merge import Merger
+
     worker.perturb_adapters(seed=5, scale=0.1)
     adapted = _everyones(worker, batch)
-    for adapter in worker.model.adapters:
-        a, b = adapter.local_factors()
-        adapter.base.data.add_(adapter.scale * b @ a)
+    bases = {adapter.weight: adapter.base.data for adapter in worker.model.adapters}
+    merger = Merger(worker.model.adapters, torch.float32, 1 << 16)
+    merger.gather()
+    for name, merged in merger.merged(list(bases)):
+        bases[name].copy_(merged)
     return {"adapted": adapted, "merged": _everyones(worker, batch, adapters=False)}
+
+
+def train_perturbed(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
+    """One update from perturbed adapters, where every A, B and M has a gradient."""
+    worker.perturb_adapters(seed=5, scale=0.1)
+    return train_once(worker, batch)
+
+
+def grouped_experts(worker: MegatronWorker) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """(found, wanted) of the output and gradients of adapters on grouped experts, one of which has no tokens.
+
+    Wanted is autograd through W + scale * B @ A, scaled to DoRA's lengths, expert by expert.
+    """
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from torch import nn
+
+    from rl_actors.trainer.lora import find_adapters, initialize, perturb
+    from rl_actors.trainer.variants import make_lora
+    from rl_actors.weight_sync.merge import Merger
+
+    config, chunk = worker.model.config, worker.model.chunks[0].module
+    splits, width, rows = [3, 0, 4, 2], config.hidden_size, 2 * config.moe_ffn_hidden_size
+
+    class Grouped(ColumnParallelLinear):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.config, self.num_gemms, self.input_size, self.output_size = config, len(splits), width, rows
+            for expert in range(len(splits)):
+                self.register_parameter(f"weight{expert}", nn.Parameter(torch.randn(rows, width), requires_grad=False))
+
+        def forward(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, None]:
+            weights = [getattr(self, f"weight{expert}") for expert in range(len(m_splits))]
+            return torch.cat([part @ w.t() for part, w in zip(x.split(m_splits), weights, strict=True)]), None
+
+    torch.manual_seed(0)
+    experts = chunk.decoder.layers[0].mlp.experts
+    lora = make_lora(worker.config.lora)
+    experts.linear_fc1 = lora.transform(Grouped(), "linear_fc1", "decoder.layers.0.mlp.experts")
+    shards = [shard for shard in find_adapters([chunk]) if ".local_experts." not in shard.base_name]
+    shards = [shard for shard in shards if shard.expert is not None]
+    initialize(shards, worker.config.lora, seed=1)
+    x = torch.randn(sum(splits), width)
+    out: dict[str, Any] = {"base": (experts.linear_fc1(x, splits)[0], experts.linear_fc1.to_wrap(x, splits)[0])}
+    perturb(shards, seed=2, scale=0.1)
+    found = experts.linear_fc1(x, splits)[0]
+    upstream = torch.randn_like(found)
+    (found * upstream).sum().backward()
+
+    merger = Merger(shards, torch.float32, 1 << 20)
+    merger.gather()
+    sent = {name: merged.clone() for name, merged in merger.merged(list(merger.shards))}
+    wanted = []
+    for weight, part in zip(sent, x.split(splits), strict=True):
+        merged, own = 0, merger.shards[weight]
+        leaves = {(s.name, p.name): p.local.detach().clone().requires_grad_() for s in own for p in s.parts()}
+        merged = own[0].base
+        for shard in own:
+            delta = torch.zeros_like(merged)
+            runs = [torch.arange(*run) for run in shard.rows or ((0, rows),)]
+            delta = delta.index_copy(0, torch.cat(runs), leaves[shard.name, "B"] @ leaves[shard.name, "A"])
+            merged = merged + shard.scale * delta
+            if shard.magnitude is not None:
+                lengths = shard.base.norm(dim=1, keepdim=True) + leaves[shard.name, "M"]
+                merged = merged * lengths / merged.norm(dim=1, keepdim=True).detach()
+        wanted.append(part @ merged.t())
+        (wanted[-1] * upstream.split(splits)[len(wanted) - 1]).sum().backward()
+        out[weight] = sent[weight], merged
+        if len(part):
+            for shard in own:
+                for p in shard.parts():
+                    leaf = leaves[shard.name, p.name]
+                    out[f"{shard.name}.{p.name}"] = shard.of_parameter(p.parameter.grad), leaf.grad
+    out["output"] = found, torch.cat(wanted)
+    return {name: (a.detach().numpy(), b.detach().numpy()) for name, (a, b) in out.items()}
 
 
 def recompute_alone(worker: MegatronWorker, batch: TrainBatch, ours: bool) -> Any:

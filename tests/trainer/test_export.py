@@ -7,6 +7,7 @@ does the same with Megatron's own ranks.
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from safetensors import safe_open
 from tiny_models import VOCAB, save_tiny_model
 
 from placement.model_shape import ModelShape
-from rl_actors.config import LoraConfig
+from rl_actors.config import FUSED_PARTS, LoraConfig
 from rl_actors.errors import CheckpointError, ConfigError
 from rl_actors.trainer.export import export_merged, export_peft
 from rl_actors.trainer.safetensors_stream import SafetensorsWriter
@@ -26,8 +27,17 @@ RANK, ALPHA = 4, 8
 TOKENS = torch.arange(40).view(2, 20) * 7 % VOCAB
 
 
-def adapters_of(shape: ModelShape) -> dict[str, tuple[int, int]]:
+def adapters_of(shape: ModelShape, variant: str = "lora") -> dict[str, tuple[int, int]]:
     """(out, in) of every adapter of the model."""
+    if variant == "canonical_lora":
+        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        found = {}
+        for name, (out, width) in adapters_of(shape).items():
+            block, _, linear = name.rpartition(".")
+            heights = {"linear_qkv": (query, key, key), "linear_fc1": (out // 2, out // 2)}.get(linear, (out,))
+            parts = zip(FUSED_PARTS.get(linear, (linear,)), heights, strict=True)
+            found |= {f"{block}.{part}": (height, width) for part, height in parts}
+        return found
     found: dict[str, tuple[int, int]] = {}
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     for layer in range(shape.num_layers):
@@ -42,23 +52,30 @@ def adapters_of(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def write_checkpoint(
-    folder: Path, base: Path, keep: str = "", dtype: str = "float32", expert_rank: int = RANK
+    folder: Path, base: Path, keep: str = "", dtype: str = "float32", expert_rank: int = RANK, **lora: str
 ) -> dict[str, torch.Tensor]:
-    """Random adapters of every linear whose name contains `keep`; returns full tensors by `name.A` and `name.B`."""
+    """Random adapters of every linear whose name contains `keep`; returns full tensors by `name.A`, `.B` and `.M`."""
     shape = ModelShape.from_folder(base)
     torch.manual_seed(0)
     full: dict[str, torch.Tensor] = {}
     entries, pieces = {}, [[], [], []]
-    for name, (out, width) in adapters_of(shape).items():
+    config = LoraConfig(rank=RANK, alpha=ALPHA, **lora)
+    for name, (out, width) in adapters_of(shape, config.variant).items():
         if keep not in name:
             continue
         rank = expert_rank if ".experts." in name else RANK
         a, b = torch.randn(rank, width) * 0.1, torch.randn(out, rank) * 0.1
         full[f"{name}.A"], full[f"{name}.B"] = a, b
-        entries[name] = {"A": list(a.shape), "B": list(b.shape), "scale": ALPHA / rank}
+        scale = ALPHA / (math.sqrt(rank) if config.scaling == "rslora" else rank)
+        entries[name] = {"A": list(a.shape), "B": list(b.shape), "scale": scale}
         gated = name.endswith("linear_fc1")
         by_input = name.endswith(("linear_proj", "linear_fc2"))
-        for part, tensor, axis, halves in (("A", a, int(by_input), False), ("B", b, 0, gated)):
+        cuts = [("A", a, int(by_input), False), ("B", b, 0, gated)]
+        if config.variant == "dora":
+            full[f"{name}.M"] = torch.rand(out, 1) + 1
+            entries[name]["M"] = [out, 1]
+            cuts.append(("M", full[f"{name}.M"], 0, gated))
+        for part, tensor, axis, halves in cuts:
             for tp in range(2):
                 split = tensor.chunk(2, dim=axis) if halves else (tensor,)
                 shard = torch.cat([half.chunk(2, dim=axis)[tp] for half in split], dim=axis).flatten()
@@ -70,39 +87,56 @@ def write_checkpoint(
     (folder / "trainer").mkdir(parents=True)
     for index, own in enumerate(pieces):
         write_rank_file(folder, index, own)
-    lora = LoraConfig(rank=RANK, alpha=ALPHA)
-    TrainerState(str(base), dtype, lora, shape, 3, {"ep": 1}, entries, ranks=3).write(folder)
+    TrainerState(str(base), dtype, config, shape, 3, {"ep": 1}, entries, ranks=3).write(folder)
     return full
 
 
-def oracle_logits(base: Path, full: dict[str, torch.Tensor]) -> torch.Tensor:
+def oracle_logits(base: Path, full: dict[str, torch.Tensor], scaling: str = "standard") -> torch.Tensor:
     """Logits of the base with the adapters merged by hand into transformers' own parameters."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     shape = ModelShape.from_folder(base)
-    per_group = shape.heads // shape.kv_heads
     with torch.no_grad():
         for name in sorted({key[:-2] for key in full}):
             a, b = full[f"{name}.A"], full[f"{name}.B"]
-            delta = ALPHA / a.shape[0] * b @ a
-            layer = model.model.layers[int(name.split(".")[1])]
-            if name.endswith("linear_qkv"):
-                grouped = delta.view(shape.kv_heads, per_group + 2, shape.head_dim, -1)
-                layer.self_attn.q_proj.weight += grouped[:, :per_group].reshape(-1, shape.hidden)
-                layer.self_attn.k_proj.weight += grouped[:, per_group].reshape(-1, shape.hidden)
-                layer.self_attn.v_proj.weight += grouped[:, per_group + 1].reshape(-1, shape.hidden)
-            elif name.endswith("linear_proj"):
-                layer.self_attn.o_proj.weight += delta
-            elif ".experts." in name:
-                parameter = "gate_up_proj" if name.endswith("linear_fc1") else "down_proj"
-                getattr(layer.mlp.experts, parameter)[int(name.split(".")[-2])] += delta
-            elif name.endswith("linear_fc1"):
-                layer.mlp.gate_proj.weight += delta[: shape.ffn]
-                layer.mlp.up_proj.weight += delta[shape.ffn :]
-            else:
-                layer.mlp.down_proj.weight += delta
+            delta = ALPHA / (math.sqrt(a.shape[0]) if scaling == "rslora" else a.shape[0]) * b @ a
+            rows = torch.arange(len(delta))
+            for weight, own in adapted_weights(model.model.layers[int(name.split(".")[1])], name, rows, shape):
+                weight += delta[own]
+                if f"{name}.M" in full:
+                    weight *= full[f"{name}.M"][own] / weight.norm(dim=1, keepdim=True)
         return model(TOKENS).logits
+
+
+def adapted_weights(
+    layer: torch.nn.Module, name: str, rows: torch.Tensor, shape: ModelShape
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """transformers' weights that an adapter changes, each with the adapter's rows for it."""
+    linear, half = name.rpartition(".")[2], len(rows) // 2
+    groups = rows.view(shape.kv_heads, -1, shape.head_dim) if linear == "linear_qkv" else rows[None, None]
+    attention = layer.self_attn
+    if ".experts." in name:
+        expert = int(name.split(".")[-2])
+        fused = layer.mlp.experts.gate_up_proj[expert], layer.mlp.experts.down_proj[expert]
+        gate, up, down = *fused[0].chunk(2), fused[1]
+    elif ".mlp." in name:
+        gate, up, down = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight, layer.mlp.down_proj.weight
+    return {
+        "linear_qkv": lambda: [
+            (attention.q_proj.weight, groups[:, :-2].flatten()),
+            (attention.k_proj.weight, groups[:, -2].flatten()),
+            (attention.v_proj.weight, groups[:, -1].flatten()),
+        ],
+        "linear_q": lambda: [(attention.q_proj.weight, rows)],
+        "linear_k": lambda: [(attention.k_proj.weight, rows)],
+        "linear_v": lambda: [(attention.v_proj.weight, rows)],
+        "linear_proj": lambda: [(attention.o_proj.weight, rows)],
+        "linear_fc1": lambda: [(gate, rows[:half]), (up, rows[half:])],
+        "linear_fc1_gate": lambda: [(gate, rows)],
+        "linear_fc1_up": lambda: [(up, rows)],
+        "linear_fc2": lambda: [(down, rows)],
+    }[linear]()
 
 
 def logits_of(folder: Path) -> torch.Tensor:
@@ -145,6 +179,30 @@ def test_peft_folder_equals_merging_by_hand(base: Path, tmp_path: Path) -> None:
     full = write_checkpoint(tmp_path / "step", base)
     export_peft(tmp_path / "step", tmp_path / "adapter")
     torch.testing.assert_close(peft_logits(base, tmp_path / "adapter"), oracle_logits(base, full), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [{"variant": "canonical_lora"}, {"variant": "dora"}, {"variant": "canonical_lora", "scaling": "rslora"}],
+    ids=["canonical", "dora", "canonical rslora"],
+)
+def test_variants_are_merged_and_reach_peft(base: Path, tmp_path: Path, lora: dict[str, str]) -> None:
+    full = write_checkpoint(tmp_path / "step", base, **lora)
+    expected = oracle_logits(base, full, lora.get("scaling", "standard"))
+    export_merged(base, tmp_path / "step", tmp_path / "merged")
+    torch.testing.assert_close(logits_of(tmp_path / "merged"), expected, atol=1e-4, rtol=0)
+    if lora["variant"] == "dora" and ModelShape.from_folder(base).is_moe:
+        with pytest.raises(CheckpointError, match="PEFT has no DoRA for experts; export the merged model"):
+            export_peft(tmp_path / "step", tmp_path / "adapter")
+        return
+    export_peft(tmp_path / "step", tmp_path / "adapter")
+    torch.testing.assert_close(peft_logits(base, tmp_path / "adapter"), expected, atol=1e-4, rtol=0)
+
+
+def test_peft_folder_of_up_alone(moe: Path, tmp_path: Path) -> None:
+    full = write_checkpoint(tmp_path / "step", moe, "linear_fc1_up", variant="canonical_lora")
+    export_peft(tmp_path / "step", tmp_path / "adapter")
+    torch.testing.assert_close(peft_logits(moe, tmp_path / "adapter"), oracle_logits(moe, full), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def save_tiny_model(
     kv_heads: int = 2,
     experts: int = 4,
 ) -> Path:
-    """Write a model of ~100k parameters. `arch` is "dense" or "moe" (top-2 of the experts)."""
+    """Write a model of ~100k parameters. `arch` is "dense", "biased" (Qwen2) or "moe" (top-2 of the experts)."""
     import transformers
 
     sizes = {
@@ -39,6 +39,9 @@ def save_tiny_model(
     torch.manual_seed(7)
     if arch == "dense":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    elif arch == "biased":
+        del sizes["head_dim"]
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
     else:
         moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
         model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **moe))

@@ -20,6 +20,14 @@ class Shard:
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+    rows: None = None
+
+    @property
+    def weight(self) -> str:
+        return self.name
+
+    def row_scale(self) -> None:
+        return None
 
     def local_factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.a, self.b
