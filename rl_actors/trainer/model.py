@@ -144,10 +144,10 @@ def build_model(
     chunks = provider.provide_distributed_model(ddp_config=_ddp_config(layout), wrap_with_ddp=True)
     stack_weights(chunks)
     shards = adapters.find_adapters(chunks)
-    adapters.initialize(shards, lora, seed)
     built = TrainerModel(chunks, provider, bridge, shards, layout, shape, device)
     if model.random_weights:
         fill(built, seed)
+    adapters.initialize(shards, lora, seed)  # DoRA starts from the norms of the base weights
     return built
 
 

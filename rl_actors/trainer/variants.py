@@ -23,8 +23,9 @@ from torch import nn
 
 from rl_actors.config import FUSED_PARTS, LoraConfig
 from rl_actors.errors import ConfigError
+from rl_actors.trainer.grouped_lora import GroupedLoRALinear
 from rl_actors.trainer.lora import TargetedLoRA, adaptable
-from rl_actors.trainer.wrappers import CanonicalLinear, DoRALinear, FusedRows
+from rl_actors.trainer.wrappers import CanonicalLinear, DoRALinear, FusedRows, GroupedDoRALinear
 
 
 def make_lora(config: LoraConfig) -> TargetedLoRA:
@@ -52,7 +53,8 @@ class TargetedDoRA(TargetedLoRA):
         wrapped = super().transform(module, name, prefix)
         if wrapped is module or not isinstance(wrapped, LoRALinear):
             return wrapped
-        return DoRALinear(wrapped.to_wrap, wrapped.adapter)
+        grouped = isinstance(wrapped, GroupedLoRALinear)
+        return (GroupedDoRALinear if grouped else DoRALinear)(wrapped.to_wrap, wrapped.adapter)
 
 
 @dataclass

@@ -17,6 +17,8 @@ from megatron.bridge.peft.lora_layers import LoRALinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import nn
 
+from rl_actors.trainer.grouped_lora import GroupedLoRALinear
+
 if TYPE_CHECKING:
     from rl_actors.trainer.adapters import AdapterShard
 
@@ -95,12 +97,11 @@ class DoRALinear(LoRALinear):
         self.shards: Sequence[AdapterShard] = ()
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output, bias, x = self.base_linear_forward(x, *args, **kwargs)
+        output, bias = super().forward(x, *args, **kwargs)
         if not self._adapter_enabled:
             return output, bias
-        delta = self.adapter(x.contiguous(), *args, **kwargs).reshape(output.shape)
         scale = self._scale(args[0] if args else kwargs.get("m_splits"))
-        scaled = (output + delta) * scale  # in float32
+        scaled = output * scale  # in float32
         inner_bias = self.bias if bias is None else None
         if inner_bias is not None and inner_bias.numel():  # it is in the output, and is not to be scaled
             scaled = scaled + (1 - scale) * inner_bias
@@ -117,3 +118,7 @@ class DoRALinear(LoRALinear):
         if first.index is None:
             return scale[0]
         return scale.repeat_interleave(torch.as_tensor(m_splits, device=scale.device), dim=0)
+
+
+class GroupedDoRALinear(DoRALinear, GroupedLoRALinear):
+    """DoRA of experts, W + scale * B @ A by grouped GEMMs."""

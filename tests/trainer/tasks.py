@@ -75,6 +75,7 @@ def grouped_experts(worker: MegatronWorker) -> dict[str, tuple[np.ndarray, np.nd
     from megatron.core.tensor_parallel import ColumnParallelLinear
     from torch import nn
 
+    from rl_actors.trainer.grouped_lora import stack_weights
     from rl_actors.trainer.lora import find_adapters, initialize, perturb
     from rl_actors.trainer.variants import make_lora
     from rl_actors.weight_sync.merge import Merger
@@ -86,6 +87,7 @@ def grouped_experts(worker: MegatronWorker) -> dict[str, tuple[np.ndarray, np.nd
         def __init__(self) -> None:
             nn.Module.__init__(self)
             self.config, self.num_gemms, self.input_size, self.output_size = config, len(splits), width, rows
+            self.use_bias = False
             for expert in range(len(splits)):
                 self.register_parameter(f"weight{expert}", nn.Parameter(torch.randn(rows, width), requires_grad=False))
 
@@ -97,6 +99,7 @@ def grouped_experts(worker: MegatronWorker) -> dict[str, tuple[np.ndarray, np.nd
     experts = chunk.decoder.layers[0].mlp.experts
     lora = make_lora(worker.config.lora)
     experts.linear_fc1 = lora.transform(Grouped(), "linear_fc1", "decoder.layers.0.mlp.experts")
+    stack_weights([experts])
     shards = [shard for shard in find_adapters([chunk]) if ".local_experts." not in shard.base_name]
     shards = [shard for shard in shards if shard.expert is not None]
     initialize(shards, worker.config.lora, seed=1)
@@ -177,6 +180,31 @@ def train_without_signal(worker: MegatronWorker, batch: TrainBatch) -> dict[str,
     logprobs = _everyones(worker, batch)
     nothing = np.zeros_like(batch.advantages)
     return worker.update(replace(batch, advantages=nothing, old_logprobs=logprobs, ref_logprobs=logprobs))
+
+
+def step_changes(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
+    """What one step from perturbed adapters changed, by global name, and the learning rates of two."""
+    from rl_actors.trainer.lora import gather
+
+    def whole() -> dict[str, np.ndarray]:
+        found = [(adapter, part) for adapter in worker.model.adapters for part in adapter.parts()]
+        return {f"{a.name}.{p.name}": gather(p.local, p.where, a.group).numpy().copy() for a, p in found}
+
+    def rates() -> set[float]:
+        return {group["lr"] for group in worker.optimizer.megatron.param_groups}
+
+    worker.perturb_adapters(seed=5, scale=0.1)
+    batch = replace(batch, old_logprobs=_everyones(worker, batch))
+    before = whole()
+    lrs = [worker.update(batch)["lr"]]
+    changes, found = {name: after - before[name] for name, after in whole().items()}, [rates()]
+    lrs.append(worker.update(batch)["lr"])
+    return {"changes": changes, "rates": [*found, rates()], "lrs": lrs}
+
+
+def adapter_scales(worker: MegatronWorker) -> dict[str, tuple[float, int]]:
+    """(scale, rank) by kind."""
+    return {adapter.kind: (adapter.scale, adapter.b.shape[-1]) for adapter in worker.model.adapters}
 
 
 def adapter_names(worker: MegatronWorker) -> list[str]:
