@@ -114,8 +114,8 @@ def _check_adapter_mode(config: RunConfig) -> None:
         )
     if str(lora.variant) != "lora":
         raise ConfigError(
-            f"lora.variant = {lora.variant} is not one A and one B for each linear, which is what goes into vLLM's LoRA: "
-            "use sync.mode = merged"
+            f"lora.variant = {lora.variant} is not one A and one B for each linear, which is all that goes into vLLM's "
+            "LoRA: use sync.mode = merged"
         )
     if config.placement.device == "gpu" and config.model.dtype == "float32":
         raise ConfigError(
