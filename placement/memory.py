@@ -28,6 +28,10 @@ OPTIMIZER_BYTES = 12
 """Per trained parameter: the float32 master copy and Adam's two moments, shared out over data parallel ranks."""
 
 
+WORKING = ("activations kept", "log-probabilities", "backward of one layer")
+"""What a trainer rank holds only while it works; a colocated engine may use it at other times."""
+
+
 @dataclass(frozen=True)
 class Memory:
     """What one GPU of one role needs.
@@ -101,12 +105,22 @@ def estimate_memory(config: RunConfig, model: ModelShape, gpu_gib: float) -> Mem
             f"an engine has room for {kv_tokens} tokens of KV cache and one sequence may have rollout.max_model_len "
             f"= {config.rollout.max_model_len}: raise rollout.tp or rollout.gpu_memory_utilization"
         )
-    if config.placement.colocate and not shortages and trainer.total + engine.total > gpu_bytes:
+    both = most_at_once(trainer, engine, config.rollout.sleep)
+    if config.placement.colocate and not shortages and both > gpu_bytes:
         shortages.append(
-            f"a rank and an engine worker on one GPU need {(trainer.total + engine.total) / GIB:.1f} GiB and it has "
-            f"{gpu_gib:.1f}: lower rollout.gpu_memory_utilization or set rollout.kv_cache_gib"
+            f"a rank and an engine worker on one GPU need {both / GIB:.1f} GiB and it has {gpu_gib:.1f}: lower "
+            "rollout.gpu_memory_utilization, set rollout.kv_cache_gib, or let engines sleep (rollout.sleep)"
         )
     return MemoryEstimate(gpu_bytes, trainer, engine, kv_tokens, tuple(shortages))
+
+
+def most_at_once(trainer: Memory, engine: Memory, sleep: str) -> int:
+    """Bytes of a rank and an engine worker on one GPU at the worst moment; `sleep` is `rollout.sleep`."""
+    if sleep == "never":
+        return trainer.total + engine.total
+    given = engine.items["KV cache"] + (engine.items["weights"] if sleep == "weights" else 0)
+    working = sum(size for name, size in trainer.items.items() if name in WORKING)
+    return trainer.total + engine.total - min(given, working)
 
 
 def trainer_parameters(model: ModelShape, layout: MegatronLayout, stage: int) -> int:

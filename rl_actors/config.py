@@ -206,7 +206,12 @@ class RolloutConfig(Section):
     """Sequences an engine samples at the same time."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.85
     kv_cache_gib: PositiveFloat | None = None
-    """Fixed size of the KV cache; None lets vLLM take what `gpu_memory_utilization` leaves (on CPU: 0.5 GiB)."""
+    """Fixed size of the KV cache; None lets vLLM take what `gpu_memory_utilization` leaves (on CPU: 0.5 GiB). With a
+    size, colocated engines and trainer start at the same time."""
+    sleep: Literal["never", "kv", "weights"] = "never"
+    """What colocated engines give back to the trainer between sampling and the next version: nothing, the KV cache, or
+    the weights as well. After "weights" a sync sends all weights, not only the adapted ones. It needs max_staleness 0,
+    since an engine that samples during the update has no memory to give."""
     enforce_eager: bool = False
     """Skip CUDA graphs: starts sooner, samples slower."""
     threads_per_engine: PositiveInt = 1
@@ -286,7 +291,7 @@ class DataConfig(Section):
 
 class RewardConfig(Section):
     function: str = "gsm8k"
-    """`gsm8k`, `math`, `reasoning_gym`, or your own as `module:function`."""
+    """`gsm8k`, `math`, `reasoning_gym`, `length`, or your own as `module:function`."""
     kwargs: dict[str, Any] = {}
     """Passed to the reward function by name."""
     workers: PositiveInt = 1
@@ -385,6 +390,16 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) leaves no room for a prompt within "
                 f"rollout.max_model_len ({self.rollout.max_model_len}): lower the first or raise the second"
+            )
+        if self.rollout.sleep != "never" and not self.placement.colocate:
+            raise ValueError(
+                f"rollout.sleep is {self.rollout.sleep}, but no trainer shares the engines' GPUs to use the memory: "
+                "set placement.colocate, or rollout.sleep to never"
+            )
+        if self.rollout.sleep != "never" and self.pipeline.max_staleness > 0:
+            raise ValueError(
+                f"rollout.sleep is {self.rollout.sleep} and pipeline.max_staleness {self.pipeline.max_staleness}: "
+                "engines that sample during the update cannot sleep; set max_staleness to 0, or rollout.sleep to never"
             )
         if self.pipeline.samples_per_prompt < 2:
             raise ValueError(

@@ -98,6 +98,10 @@ def _check_sizes(config: RunConfig, shape: ModelShape) -> None:
         )
     if config.sync.mode == "adapter":
         _check_adapter_mode(config)
+    if config.placement.device == "cpu" and config.rollout.sleep != "never":
+        raise ConfigError(
+            f"rollout.sleep is {config.rollout.sleep} and on CPU an engine keeps its memory: set it to never"
+        )
     if config.placement.device == "cpu":
         for name, size in (("rollout.tp", config.rollout.tp), ("trainer.cp", config.trainer.cp)):
             if size > 1:

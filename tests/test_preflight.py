@@ -48,6 +48,14 @@ def _check(folder: Path, shape: dict | None = None, **sections) -> None:
             {"sync": {"mode": "adapter"}, "placement": {"device": "gpu"}, "model": {"dtype": "float32"}},
             "vLLM's LoRA kernels on GPU .* model.dtype = bfloat16",
         ),
+        (
+            {
+                "rollout": {"sleep": "kv", "max_model_len": 2048},
+                "placement": {"device": "cpu", "colocate": True},
+                "pipeline": {"max_staleness": 0},
+            },
+            "on CPU an engine keeps its memory",
+        ),
     ],
 )
 def test_sizes_that_do_not_agree(tmp_path: Path, sections: dict, sentence: str) -> None:
@@ -111,3 +119,22 @@ def test_weights(tmp_path: Path, spoil, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:
         check_weights(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_random_weights_need_no_weights_and_may_be_cut(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "tokenizer.json").touch()
+    tree = {"run_dir": "r", "data": {"train": "d"}, "rollout": {"max_model_len": 2048}}
+
+    def layers(**model: object) -> int:
+        config = parse_config(tree | {"model": {"path": str(tmp_path), **model}}, "test")
+        return check_model(config)[0].num_layers
+
+    assert (layers(random_weights=True), layers(random_weights=True, layers=1)) == (2, 1)
+    for model, sentence in (
+        ({}, "holds no \\*.safetensors"),
+        ({"random_weights": True, "layers": 3}, "model.layers = 3 is more than the model's 2 layers: use at most 2"),
+        ({"layers": 1}, "set random_weights too"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            layers(**model)

@@ -67,6 +67,7 @@ class Driver:
             async with start_pools(config, folder.name) as pools:
                 yield pools.placed_actors()
                 tracker.start()
+                tracker.milestone("pools_started")
                 loop = TrainingLoop(config, pools, tracker, store, self._prompts, self._eval_prompts)
                 async for record in loop.run(checkpoint):
                     yield record

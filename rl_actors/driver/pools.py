@@ -68,7 +68,7 @@ async def start_pools(config: RunConfig, run_name: str) -> AsyncIterator[Pools]:
     try:
         if device == "gpu" and config.placement.colocate and config.rollout.kv_cache_gib is None:
             # vLLM measures free memory to size its KV cache, and refuses if that changes under it (0.26).
-            await rollout.start()
+            await together([rollout.start(), trainer.load_libraries()])
         rest = [trainer.start(), reward.start()]
         await together(rest if rollout.started else [*rest, rollout.start()])
         sync = WeightSync(
@@ -81,6 +81,7 @@ async def start_pools(config: RunConfig, run_name: str) -> AsyncIterator[Pools]:
             run_name,
             colocate=config.placement.colocate,
             engines_differ=config.model.random_weights,
+            send_all=config.rollout.sleep == "weights",
         )
         yield Pools(placement, trainer, rollout, reward, sync)
     finally:

@@ -159,6 +159,8 @@ class TrainingLoop:
         config, tracker = self._config, self._tracker
         with tracker.span("rollout_wait", step, "driver"):
             groups = await queue.take()
+        if not tracker.reached("first_token") and (first_token := await self._pools.rollout.first_token_at()):
+            tracker.milestone("first_token", first_token)
         _check_logprobs(groups)
         batch, stats = make_train_batch(groups, config.algorithm)
         metrics: Mapping[str, float] = {}
@@ -166,15 +168,31 @@ class TrainingLoop:
             logger.warning("step %d trains nothing: in each of its %d groups all rewards are alike", step, len(groups))
         async with self._weights:
             if batch is not None:
+                await self._make_room(step)
                 batch = await self._with_logprobs(step, batch)
                 with tracker.span("update", step, "trainer"):
                     parts = split_batch(batch, config.algorithm.updates_per_batch, config.algorithm)
                     metrics = _mean([await self._pools.trainer.update(part) for part in parts])
+                tracker.milestone("first_update")
+                await self._give_room_back(step)
             with tracker.span("sync", step, "sync"):
                 report = await self._publish(step)
             await queue.advance(step)
         engine = await self._pools.rollout.stats()
         return tracker.step(step_record(step, groups, stats, batch, metrics, report, queue.depth, engine))
+
+    async def _make_room(self, step: int) -> None:
+        """Colocated engines give memory to the trainer, if the run wants it: all answers of the step are there."""
+        if self._config.rollout.sleep != "never":
+            with self._tracker.span("sleep", step, "rollout"):
+                await self._pools.rollout.sleep()
+
+    async def _give_room_back(self, step: int) -> None:
+        """The sync needs the engines' weights; their KV cache comes back when they resume."""
+        if self._config.rollout.sleep != "never":
+            with self._tracker.span("wake", step, "rollout"):
+                await self._pools.trainer.release_memory()
+                await self._pools.rollout.wake_weights()
 
     async def _with_logprobs(self, step: int, batch: TrainBatch) -> TrainBatch:
         """Add what the loss compares with: the trainer's own logprobs before the step, and the base model's."""

@@ -21,6 +21,7 @@ RewardFunction = Callable[..., float | Awaitable[float]]
 
 BUILT_IN = {
     "gsm8k": "rl_actors.rewards.gsm8k:reward",
+    "length": "rl_actors.rewards.length:reward",
     "math": "rl_actors.rewards.math:reward",
     "reasoning_gym": "rl_actors.rewards.reasoning_gym:reward",
 }

@@ -20,6 +20,7 @@ from placement.location import Location, where_am_i
 from rl_actors.config import RunConfig
 from rl_actors.errors import ActorDiedError, ActorLateError, RLActorsError, SyncError
 from rl_actors.rollout.samples import Sample, Sampling
+from rl_actors.rollout.sleep import Part
 from rl_actors.rollout.step_thread import StepThread
 from rl_actors.rollout.vllm_core import VllmCore
 from rl_actors.rollout.vllm_settings import Device
@@ -201,6 +202,9 @@ class RolloutEngine:
             if not self._paused:
                 raise SyncError(f"{self.name} got weight version {version} while sampling: pause it first")
             self._loaded().weights_changed(version)
+        if self._loaded().weights_lost:
+            raise SyncError(f"{self.name} gave its weights back when it slept: only a sync can resume it")
+        self._loaded().wake()
         self._paused = False
 
     async def apply_model(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -233,23 +237,22 @@ class RolloutEngine:
 
     # Memory (colocated GPUs)
 
-    async def sleep(self, level: int = 1) -> None:
-        """Free GPU memory while paused. 1 keeps the weights in host memory; 2 drops them, so a sync must follow `wake`.
+    async def sleep(self, part: Part = "kv") -> None:
+        """Give GPU memory back while paused: the KV cache, or everything ("weights": all must be synced again).
 
-        The KV cache is dropped at both levels: requests in flight are kept and computed again.
+        Requests in flight are kept and computed again. `resume` wakes.
         """
         self._needs_gpu("sleep")
-        await self._thread.call(lambda: self._sleep(level))
+        await self._thread.call(lambda: self._sleep(part))
 
-    def _sleep(self, level: int) -> None:
+    def _sleep(self, part: Part) -> None:
         if not self._paused:
             raise SyncError(f"{self.name} is sampling: pause it before it sleeps")
-        self._loaded().llm.sleep(level, mode="keep")
+        self._loaded().sleep(part)
 
-    async def wake(self, tags: list[str] | None = None) -> None:
-        """Take the memory back; `tags` (["weights"], then ["kv_cache"]) does it in parts. Resume afterwards."""
-        self._needs_gpu("wake")
-        await self._thread.call(lambda: self._loaded().llm.wake_up(tags))
+    async def wake(self, *parts: str) -> None:
+        """Take the memory again before `resume` does: "weights", "kv_cache", or both if none is named."""
+        await self._thread.call(lambda: self._loaded().wake(*parts))
 
     def _needs_gpu(self, what: str) -> None:
         if self._device == "cpu":
@@ -267,6 +270,11 @@ class RolloutEngine:
             "step_s": self._thread.step_s,
             "error": str(self._error) if self._error else None,
         }
+
+    @ray.method(concurrency_group="control")
+    async def first_token_at(self) -> float | None:
+        """Unix seconds at which the first token was there."""
+        return self._loaded().first_token_at
 
     @ray.method(concurrency_group="control")
     async def stats(self) -> dict[str, float]:

@@ -16,11 +16,13 @@ from typing import Any, Literal
 
 from placement.bundles import BundleSpot, Placement, check
 from placement.plan import Device
+from rl_actors.actor_environment import gpu_environment
 from rl_actors.config import RunConfig
 from rl_actors.errors import ActorDiedError, ActorLateError
 from rl_actors.pool import ActorPool, ActorSpec
 from rl_actors.rollout.engine import RolloutEngine
 from rl_actors.rollout.samples import Sampling
+from rl_actors.rollout.sleep import WEIGHTS
 from rl_actors.rollout.vllm_settings import engine_environment
 from rl_actors.types import Prompt, Trajectory
 
@@ -81,6 +83,8 @@ class RolloutPool:
 
     def _environment(self, engine: _Engine, device: Device) -> dict[str, str]:
         environment = engine_environment(device, self._config.rollout.threads_per_engine)
+        if device == "gpu":
+            environment |= gpu_environment(self._config, "engine")
         if self._placement is not None and self._config.rollout.tp > 1:
             seats = [self._placement.seat(worker) for worker in self._workers(engine)]
             spots = [self._placement.spot(seat.group, seat.position) for seat in seats]
@@ -252,7 +256,27 @@ class RolloutPool:
         if engines and all(engine.state == "dead" for engine in engines):
             raise ActorDiedError(f"no engine is left to {method}: {', '.join(e.name for e in engines)} died")
 
+    # Memory
+
+    async def sleep(self) -> None:
+        """Pause all living engines and let them give back what `rollout.sleep` says; `resume` wakes them."""
+        part = self._config.rollout.sleep
+        await self.pause()
+        if part != "never":
+            await self._tell_living("sleep", part)
+
+    async def wake_weights(self) -> None:
+        """Take the memory of the weights again, to be filled by a sync; the KV cache waits for `resume`."""
+        await self._tell_living("wake", WEIGHTS)
+
     # Figures
+
+    async def first_token_at(self) -> float | None:
+        """Unix seconds at which the first token of any living engine was there."""
+        engines = [engine for engine in self._engines.values() if engine.state != "dead"]
+        calls = [self._call(engine, "first_token_at", timeout_s=ANSWER_MARGIN_S, control=True) for engine in engines]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        return min((time for time in outcomes if isinstance(time, float)), default=None)
 
     async def stats(self) -> dict[str, float]:
         """Load and work of all living engines together; see `RolloutEngine.stats`.

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_actors.config import RunConfig
 from rl_actors.errors import ConfigError
+from rl_actors.rollout import sleep
 from rl_actors.rollout.cpu_experts import lend_expert_lora
 from rl_actors.rollout.samples import Sample, Sampling, sample_seed
 from rl_actors.rollout.vllm_settings import Device, engine_arguments, prepare_process
@@ -51,6 +52,10 @@ class VllmCore:
         self._scheduler = self._core.scheduler
         self._tokenizer: Any = self.llm.get_tokenizer()
         self._weights_seen = 0
+        self._asleep: set[str] = set()
+        self._slept: sleep.Part = "kv"
+        self._weights_lost = False
+        self.first_token_at: float | None = None
         self._request_numbers = itertools.count()
         self._requests: dict[str, tuple[Sample, Request]] = {}
         self._stop_finders: dict[str, IncrementalDetokenizer] = {}
@@ -173,6 +178,7 @@ class VllmCore:
                 logprobs = output.new_logprobs.logprobs[:, 0].tolist()
                 sample.append(output.new_token_ids, logprobs, self.version)
                 self._tokens += len(output.new_token_ids)
+                self.first_token_at = self.first_token_at or time.time()
             if output.prefill_stats is not None:
                 self._prompt_tokens += output.prefill_stats.num_prompt_tokens
                 self._cached_prompt_tokens += output.prefill_stats.num_cached_tokens
@@ -207,6 +213,7 @@ class VllmCore:
         """The model's weights were replaced and now are `version`. Call it after `drain`, before the next step."""
         self.version = version
         self._weights_seen += 1
+        self._weights_lost = False
         for request in itertools.chain(self._scheduler.waiting, self._scheduler.skipped_waiting):
             if request.num_computed_tokens == 0:
                 request.cache_salt = self._cache_salt()
@@ -218,7 +225,39 @@ class VllmCore:
 
     def apply_model(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(model, *args)` on the torch model of every worker, without gradients; one result per worker."""
+        self.wake(sleep.WEIGHTS)
         return self.llm.apply_model(_WithoutGradients(function, args))
+
+    # Memory
+
+    def sleep(self, part: sleep.Part) -> None:
+        """Give GPU memory back; see `sleep`. Call it after `drain`, while awake."""
+        if self._asleep:
+            return
+        self._slept = part
+        if part == "kv":
+            self._core.pause_scheduler(mode="keep", clear_cache=True)
+            self.llm.collective_rpc(sleep.free_kv_cache)
+            self._asleep = {sleep.KV_CACHE}
+        else:
+            self.llm.sleep(2, mode="keep")
+            self._asleep, self._weights_lost = {sleep.KV_CACHE, sleep.WEIGHTS}, True
+
+    def wake(self, *parts: str) -> None:
+        """Take memory again, all of it if none is named. What is awake stays so."""
+        for part in self._asleep & set(parts or (sleep.WEIGHTS, sleep.KV_CACHE)):
+            if self._slept == "kv":
+                self.llm.collective_rpc(sleep.map_kv_cache)
+            else:
+                self.llm.wake_up([part])
+            self._asleep.discard(part)
+            if not self._asleep:
+                self._core.resume_scheduler()
+
+    @property
+    def weights_lost(self) -> bool:
+        """The weights were given back, and no sync has brought new ones."""
+        return self._weights_lost
 
     # Figures
 

@@ -135,11 +135,13 @@ def _gpu_arguments(config: RunConfig) -> dict[str, Any]:
     rollout = config.rollout
     arguments: dict[str, Any] = {
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        # Colocated engines give their memory to the trainer while it works.
-        "enable_sleep_mode": config.placement.colocate,
+        "enable_sleep_mode": rollout.sleep != "never",
     }
     if rollout.kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
+        # vLLM 0.26 still refuses to start when less than this share is free, although it then uses the size above; on a
+        # colocated GPU the trainer may be there first.
+        arguments["gpu_memory_utilization"] = 0.01
     if rollout.tp > 1:
         # Workers become Ray actors in the placement group that the engine's own actor sits in.
         arguments["distributed_executor_backend"] = "ray"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     import pandas as pd
 
-STAGES = ("rollout_wait", "reward", "logprob", "ref_logprob", "update", "sync", "checkpoint")
+STAGES = ("rollout_wait", "reward", "sleep", "logprob", "ref_logprob", "update", "wake", "sync", "checkpoint")
 """The stages of a step, in the order of the pipeline. `rollout_wait` is what the driver waits for a full batch."""
 
 NAN = math.nan

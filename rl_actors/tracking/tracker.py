@@ -62,6 +62,8 @@ class Tracker:
         times = [record.elapsed_s for record in earlier.steps] + [record.elapsed_s for record in earlier.evals]
         self._earlier_s = max(times, default=0.0)
         self._started = self._step_ended = time.monotonic()
+        self._started_at = time.time()
+        self._milestones: dict[str, float] = {}
 
     def start(self) -> None:
         """The pools are up: the time of the first step counts from here."""
@@ -86,6 +88,14 @@ class Tracker:
     def instant(self, name: str, **args: Any) -> None:
         """Mark a moment in the trace, such as the restart of an engine."""
         self._trace.instant(name, **args)
+
+    def milestone(self, name: str, at: float | None = None) -> None:
+        """Note how long after the start of this attempt something happened for the first time (at: Unix seconds)."""
+        self._milestones.setdefault(name, (at or time.time()) - self._started_at)
+
+    def reached(self, name: str) -> bool:
+        """Whether the milestone is noted."""
+        return name in self._milestones
 
     def step(self, record: StepRecord) -> StepRecord:
         """Take the numbers of one finished step; answers them as written.
@@ -130,7 +140,7 @@ class Tracker:
         self._metrics.close()
         self._trace.close()
         metrics = read_metrics(self.run_dir)
-        result = build_summary(metrics, self._elapsed_s(), summary or {})
+        result = build_summary(metrics, self._elapsed_s(), {"seconds_until": self._milestones, **(summary or {})})
         if not failed:
             write_json(self.run_dir / SUMMARY_FILE, result)
             title = f"Reward of {self.run_dir.name}"

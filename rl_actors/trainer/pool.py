@@ -10,6 +10,7 @@ import numpy as np
 
 from placement.bundles import Placement
 from placement.layout import MegatronLayout
+from rl_actors.actor_environment import gpu_environment
 from rl_actors.config import RunConfig
 from rl_actors.pool import ActorPool, ActorSpec
 from rl_actors.trainer.model import Device
@@ -55,6 +56,16 @@ class TrainerPool:
         ]
         self.actors = ActorPool(MegatronWorker, specs, run_name, placement)
 
+    async def load_libraries(self) -> None:
+        """Start the actors and import what they need, without touching a GPU. `start` goes on from there."""
+        deadline = time.monotonic() + self.config.timeouts.start_s
+        await self.actors.astart(self.config.timeouts.start_s)
+        try:
+            await self.actors.acall("load_libraries", timeout_s=self._left(deadline))
+        except BaseException:
+            await self.actors.akill()
+            raise
+
     async def start(self) -> None:
         """Start the actors, let them meet at rank 0, and build the model.
 
@@ -62,7 +73,8 @@ class TrainerPool:
             ActorLateError, ActorDiedError, PlacementError, ConfigError: nothing is left running.
         """
         deadline = time.monotonic() + self.config.timeouts.start_s
-        await self.actors.astart(self.config.timeouts.start_s)
+        if not self.actors.actors:
+            await self.actors.astart(self.config.timeouts.start_s)
         try:
             (address,) = await self.actors.acall("free_address", timeout_s=self._left(deadline), only=[self._first])
             await self.actors.acall("start", *address, timeout_s=self._left(deadline))
@@ -84,6 +96,10 @@ class TrainerPool:
         answers = await self.actors.acall("update", batch, timeout_s=self.config.timeouts.step_s)
         self.version += 1
         return answers[0]  # type: ignore[no-any-return]
+
+    async def release_memory(self) -> None:
+        """Give cached GPU memory back to the device, for an engine that shares it."""
+        await self.actors.acall("release_memory", timeout_s=self.config.timeouts.step_s)
 
     async def perturb_adapters(self, seed: int, scale: float) -> None:
         """Add seeded noise to every adapter; for checks."""
@@ -133,7 +149,7 @@ def merge_logprobs(batch: TrainBatch, answers: Iterable[tuple[np.ndarray, np.nda
 def _environment(config: RunConfig, device: Device) -> dict[str, str]:
     if device == "gpu":
         # Megatron orders communication and compute of TP and sequence parallelism by one hardware queue.
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | gpu_environment(config, "trainer")
     threads = str(config.trainer.threads_per_rank)
     settings: dict[str, Any] = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
     return settings

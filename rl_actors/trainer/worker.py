@@ -69,6 +69,13 @@ class MegatronWorker:
             probe.bind(("", 0))
             return address, int(probe.getsockname()[1])
 
+    def load_libraries(self) -> None:
+        """Import Megatron and Bridge, which takes longest; no GPU memory is used yet."""
+        prepare_process(self.device, self.config.trainer.threads_per_rank)
+        import megatron.bridge  # noqa: F401
+
+        import rl_actors.trainer.lora  # noqa: F401
+
     def start(self, address: str, port: int) -> None:
         """Join the other ranks, load the model, put adapters in, make the optimizer. Collective.
 
@@ -126,7 +133,25 @@ class MegatronWorker:
             first=self.steps == 0,
         )
         self.steps += 1
-        return metrics
+        return metrics | self._gpu_memory()
+
+    def _gpu_memory(self) -> dict[str, float]:
+        """Of this rank's GPU in GiB: the rank's own peak since the last update, and what all its processes use now."""
+        import torch
+
+        if self.device == "cpu":
+            return {}
+        free, total = torch.cuda.mem_get_info()
+        peak = torch.cuda.max_memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        return {"max/trainer_peak_gib": peak / 2**30, "max/gpu_used_gib": (total - free) / 2**30}
+
+    def release_memory(self) -> None:
+        """Give the allocator's unused memory back to the device."""
+        import torch
+
+        if self.device == "gpu":
+            torch.cuda.empty_cache()
 
     def step_count(self) -> int:
         """Optimizer steps taken."""

@@ -24,7 +24,7 @@ def test_function_in_the_working_directory(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("gsm8", None, r"'gsm8' is not one of gsm8k, math, reasoning_gym: did you mean 'gsm8k'\?"),
+        ("gsm8", None, r"'gsm8' is not one of gsm8k, length, math, reasoning_gym: did you mean 'gsm8k'\?"),
         ("xyz", None, "name your own function as module:function"),
         ("reward_sample:length", None, "there is no module 'reward_sample'"),
         ("no_package.rewards:length", None, "there is no module 'no_package'"),
