@@ -90,6 +90,7 @@ class MegatronWorker:
             torch.cuda.set_device(0)
         init_distributed(self.rank, self.layout, address, port, self.device, self.config.timeouts.step_s)
         self.build()
+        self.release_memory()  # what loading took; an engine beside it may need it
 
     def build(self) -> None:
         """Make model and optimizer in the groups that exist. Collective."""
