@@ -396,6 +396,11 @@ class RunConfig(Section):
                 f"rollout.sleep is {self.rollout.sleep}, but no trainer shares the engines' GPUs to use the memory: "
                 "set placement.colocate, or rollout.sleep to never"
             )
+        if self.rollout.sleep == "weights" and self.sync.mode == "adapter":
+            raise ValueError(
+                "rollout.sleep is weights and sync.mode adapter: vLLM's LoRA would lose buffers that no sync brings "
+                "back; set rollout.sleep to kv, or sync.mode to merged"
+            )
         if self.rollout.sleep != "never" and self.pipeline.max_staleness > 0:
             raise ValueError(
                 f"rollout.sleep is {self.rollout.sleep} and pipeline.max_staleness {self.pipeline.max_staleness}: "

@@ -34,6 +34,15 @@ def test_less_than_promised_fails() -> None:
     ("sections", "sentence"),
     [
         ({"pipeline": {"max_staleness": 0}}, "no trainer shares the engines' GPUs"),
+        (
+            {
+                "placement": {"colocate": True},
+                "pipeline": {"max_staleness": 0},
+                "rollout": {"sleep": "weights"},
+                "sync": {"mode": "adapter"},
+            },
+            "set rollout.sleep to kv",
+        ),
         ({"placement": {"colocate": True}}, "engines that sample during the update cannot sleep"),
     ],
 )
