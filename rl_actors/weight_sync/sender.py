@@ -40,7 +40,8 @@ class SendReport:
         version: as told by the driver.
         checksums: by (receiver, tag); the receiver must have the same.
         bytes: sent, over all receivers.
-        merge_s: spent merging and packing (on GPU: launching it).
+        merge_s: spent merging and packing (on GPU: launching it), beside the transfers of earlier rounds.
+        wait_s: spent waiting for receivers. Where merging hides behind transfers, it is nearly all of the rest.
         seconds: of the whole send.
         peak_extra_bytes: of GPU memory beyond what was in use before; on CPU the size of the buffers.
     """
@@ -49,6 +50,7 @@ class SendReport:
     checksums: dict[tuple[int, int], int]
     bytes: int
     merge_s: float
+    wait_s: float
     seconds: float
     peak_extra_bytes: int
 
@@ -133,10 +135,10 @@ class WeightSender:
             self._kept = [None] * BUFFERS
         buffers = self._kept
         sums: dict[tuple[int, int], torch.Tensor] = {}
-        sent, merge_s = 0, 0.0
+        sent, merge_s, wait_s = 0, 0.0, 0.0
         for index, one in enumerate(self._rounds):
             slot = index % BUFFERS
-            _finish(travelling[slot])
+            wait_s += _finish(travelling[slot])
             merging = time.perf_counter()
             buffers[slot], messages = self._pack(one, buffers[slot], self._group)
             merge_s += time.perf_counter() - merging
@@ -146,14 +148,13 @@ class WeightSender:
                     sums[receiver, tag] = total
                     sent += message.numel()
                     travelling[slot].append(self._group.isend(message, self._first_receiver + receiver, tag))
-        for pending in travelling:
-            _finish(pending)
+        wait_s += sum(_finish(pending) for pending in travelling)
         peak = self._memory() - before if self._device.type == "cuda" else self._buffer_bytes(buffers)
         self._merger.release()
         if not self._group.keeps_buffers:
             self._kept = [None] * BUFFERS
         totals = {key: int(total) for key, total in sums.items()}
-        return SendReport(version, totals, sent, merge_s, time.perf_counter() - started, peak)
+        return SendReport(version, totals, sent, merge_s, wait_s, time.perf_counter() - started, peak)
 
     def _sizes(self, one: Round) -> list[int]:
         return [message_bytes(message.numel, self._dtype) for message in one.messages]
@@ -204,6 +205,9 @@ class WeightSender:
         return sum(buffer.nbytes for buffer in buffers if buffer is not None) + self._merger.buffer_bytes
 
 
-def _finish(pending: list[Pending]) -> None:
+def _finish(pending: list[Pending]) -> float:
+    """Wait for all of them, and forget them; returns the seconds it took."""
+    started = time.perf_counter()
     while pending:
         pending.pop(0).wait()
+    return time.perf_counter() - started

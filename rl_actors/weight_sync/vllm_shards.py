@@ -147,8 +147,8 @@ def reload(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
     """Put whole parameters, in model form, through vLLM's layerwise reload of this module alone.
 
     `finalize_layerwise_reload` processes a module that has got some but not all of its elements from weight loaders.
-    Our values are already this worker's shards, so they are written here and one element is reported as loaded
-    (vLLM 0.26, model_executor/model_loader/reload; can go when it takes shards).
+    Our values are already this worker's shards, so they become the parameters and one element is reported as loaded
+    (vLLM 0.26, model_executor/model_loader/reload; can go when it takes shards). The caller must not use them again.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -164,7 +164,10 @@ def reload(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
         value = values.get(name, kept.get(name))
         if value is None or value.shape != parameter.shape:
             raise SyncError(f"{type(module).__name__}.{name} was not received and cannot be read back: sync it as well")
-        parameter.data.copy_(value)
+        if name in values and value.stride() == parameter.stride():
+            parameter.data = value
+        else:
+            parameter.data.copy_(value)
     info.load_numel = 1
     finalize_layerwise_reload(module, None)
 
@@ -181,7 +184,7 @@ def try_direct(one: WorkerModule) -> bool:
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     # Other values than the present ones, so that a reload that changes nothing would be seen; rolled along each axis.
     probe = {name: value.roll(1, 0).roll(1, -1) for name, value in before.items()}
-    reload(one.module, probe)
+    reload(one.module, {name: value.clone() for name, value in probe.items()})
     same = all(
         getattr(one.module, name) is parameter and torch.equal(parameter.detach(), probe[name])
         for name, parameter in parameters.items()

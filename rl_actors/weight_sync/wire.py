@@ -1,6 +1,6 @@
 """Messages as bytes: packing rectangles into a flat buffer, taking them out again, and the checksum of what travelled.
 
-A checksum is the sum of a message's bytes read as 32-bit integers, modulo 2**64. It finds lost, torn and mixed-up
+A checksum is the sum of a message's bytes read as 64-bit integers, modulo 2**64. It finds lost, torn and mixed-up
 messages; whether rectangles are the right ones is shown at the start, when both sides compare all readable weights.
 """
 
@@ -12,8 +12,6 @@ import torch
 
 from rl_actors.weight_sync.plan import ALIGNMENT, Part
 from rl_actors.weight_sync.shards import Slices
-
-CHECKSUM_MODULUS = 2**64
 
 
 def message_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -32,13 +30,16 @@ def checksum(message: torch.Tensor) -> torch.Tensor:
     """int64 scalar, on the message's device: nothing waits for it.
 
     Args:
-        message: uint8, a multiple of 4 bytes.
+        message: uint8, a multiple of 8 bytes. Smaller integers would be summed in a converted copy of twice the size.
     """
-    return message.view(torch.int32).sum(dtype=torch.int64)
+    return message.view(torch.int64).sum()
 
 
 def checksum_parts(parts: Iterable[Part], tensor_of: Callable[[str], torch.Tensor]) -> list[int]:
-    """The checksum of each rectangle's own bytes, to compare frozen weights of both sides without sending them."""
+    """For each rectangle the sum of its elements, read as integers: to compare frozen weights without sending them.
+
+    Element by element, because some kernels (experts on CPU) keep a matrix in another order.
+    """
     sums = []
     for part in parts:
         flat = window(tensor_of(part.param), part.local).contiguous().view(-1)
