@@ -222,6 +222,17 @@ class ActorPool:
         """Return when every actor's process answers, also during a long call."""
         self.call("ping", timeout_s=timeout_s, control=True)
 
+    async def asilent(self, timeout_s: float) -> list[str]:
+        """The actors that do not answer a ping in time, dead ones included, as errors describe them."""
+        futures = {_future(self._submit([actor], "ping", (), None, True)[0]): actor for actor in self.actors.values()}
+        if futures:
+            await asyncio.wait(futures, timeout=timeout_s)
+        return [
+            self._describe(actor)
+            for future, actor in futures.items()
+            if not future.done() or future.exception() is not None
+        ]
+
     # ---- within ----
 
     def _starting(self, names: list[str]) -> None:

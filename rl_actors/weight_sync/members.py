@@ -21,6 +21,10 @@ class Members(Protocol):
         """Call the sender's or receiver's method on every member, each with its own arguments."""
         ...
 
+    async def silent(self, timeout_s: float) -> list[str]:
+        """The actors that do not answer in time though they may be busy: stopped, cut off or dead."""
+        ...
+
 
 class TrainerMembers:
     """Megatron ranks of a pool whose actors have `weights(method, *arguments)`, which calls their `WeightSender`."""
@@ -36,6 +40,9 @@ class TrainerMembers:
         return await self._pool.acall(
             "weights", timeout_s=timeout_s, per_actor=[(method, *arguments) for arguments in per_member]
         )
+
+    async def silent(self, timeout_s: float) -> list[str]:
+        return await self._pool.asilent(timeout_s)
 
 
 class EngineMembers:
@@ -63,3 +70,6 @@ class EngineMembers:
             per_actor=[(call_receiver, method, arguments) for arguments in per_engine],
         )
         return [answer for engine in answers for answer in engine]
+
+    async def silent(self, timeout_s: float) -> list[str]:
+        return await self._pool.asilent(timeout_s)

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 JOIN_MARGIN_S = 15.0
 """A call's own timeout beyond that of the waits within it, so that the error comes from where it happened."""
 CLEAN_UP_S = 10.0
+SILENCE_S = 3.0
+"""Who does not answer a ping for so long is named in the error of a failed sync."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class SyncReport:
     Attributes:
         seconds: engines were paused for this long.
         transfer_s: of them, from the control call to the last acknowledgement.
-        merge_s: of the slowest trainer rank.
+        merge_s, wait_s: of the slowest trainer rank, merging and waiting for receivers.
         bytes: that arrived, over all engine workers.
         transport: "gloo", "nccl" or "cuda_ipc".
         peak_extra_bytes: of the trainer rank that needed most.
@@ -57,6 +59,7 @@ class SyncReport:
     seconds: float
     transfer_s: float
     merge_s: float
+    wait_s: float
     bytes: int
     transport: str
     peak_extra_bytes: int
@@ -185,7 +188,8 @@ class WeightSync:
             await self._bounded(self._resume(version), "resume")
         except (RLActorsError, RayError) as error:
             self.invalidate()
-            raise _as_sync_error(error, f"weight version {version} was not published") from error
+            ranks, workers = await asyncio.gather(self._trainer.silent(SILENCE_S), self._engines.silent(SILENCE_S))
+            raise _as_sync_error(error, f"weight version {version} was not published", ranks + workers) from error
         except BaseException:
             self.invalidate()
             raise
@@ -194,6 +198,7 @@ class WeightSync:
             seconds=time.perf_counter() - started,
             transfer_s=transfer_s,
             merge_s=max(report.merge_s for report in sent),
+            wait_s=max(report.wait_s for report in sent),
             bytes=sum(report.bytes for report in received),
             transport=self._transport,
             peak_extra_bytes=max(report.peak_extra_bytes for report in sent),
@@ -310,7 +315,7 @@ class WeightSync:
         except (RLActorsError, RayError) as error:
             if self._group is not None:
                 abort_group(self._group, f"the sync failed: {_short(error)}")
-            finished, _ = await asyncio.wait(tasks, timeout=CLEAN_UP_S)
+            finished, _ = await asyncio.wait(tasks, timeout=min(CLEAN_UP_S, self._timeout_s))
             # A survivor may notice a death before Ray tells us of it; the death is what the user must know.
             for death in (task.exception() for task in finished):
                 if isinstance(death, ActorDiedError):
@@ -383,10 +388,11 @@ def _rectangles(plan: SyncPlan) -> tuple[list[list[Part]], list[list[tuple[int, 
     return base, copies
 
 
-def _as_sync_error(error: Exception, what: str) -> SyncError:
+def _as_sync_error(error: Exception, what: str, silent: list[str]) -> SyncError:
     if isinstance(error, (ActorDiedError, ActorLateError)):
         return SyncError(f"{what}: {error}; its engine or rank must be replaced before the next try")
-    return SyncError(f"{what}: {_short(error)}")
+    stuck = f"; no sign of life from {', '.join(silent)}" if silent else ""
+    return SyncError(f"{what}: {_short(error)}{stuck}")
 
 
 def _short(error: BaseException) -> str:
