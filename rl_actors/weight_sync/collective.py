@@ -186,6 +186,12 @@ class CollectiveGroup(BaseGroup):
         arrival = self._start(lambda pg: pg.recv([target], sender, tag), f"receiving from rank {sender}")
         return _HostReceive(arrival, target, tensor) if self._by_host else arrival
 
+    def ibroadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+        """Start sending `tensor` of `root` to everybody."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self._start(lambda pg: pg.broadcast([tensor], options), f"broadcast from rank {root}")
+
     def send(self, tensor: list[torch.Tensor], send_options: SendOptions) -> None:
         self.isend(tensor[0], send_options.dst_rank).wait()
 
@@ -193,9 +199,7 @@ class CollectiveGroup(BaseGroup):
         self.irecv(tensor[0], recv_options.src_rank).wait()
 
     def broadcast(self, tensor: list[torch.Tensor], broadcast_options: BroadcastOptions = BroadcastOptions()) -> None:  # noqa: B008
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = broadcast_options.root_rank, 0
-        self._start(lambda pg: pg.broadcast(tensor, options), f"broadcast from rank {options.rootRank}").wait()
+        self.ibroadcast(tensor[0], broadcast_options.root_rank).wait()
 
     def allreduce(self, tensor: list[torch.Tensor], allreduce_options: AllReduceOptions = AllReduceOptions()) -> None:  # noqa: B008
         options: Any = dist.AllreduceOptions()
