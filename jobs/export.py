@@ -3,18 +3,20 @@
     python -m jobs.export runs/my_run/checkpoints/step-000040 --format merged-hf --out my_model
 
 Runs on CPU, with the memory of one tensor. CHECKPOINT may also be the folder of all checkpoints: then the latest one is
-taken.
+taken. Both may be URIs, such as s3://bucket/path/my_run/step-000040.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rl_actors.driver.checkpoint_store import verify
+from rl_actors.driver.checkpoint_storage import fetch
+from rl_actors.driver.checkpoint_store import verify_or_offer
 from rl_actors.errors import CheckpointError, RLActorsError
 from rl_actors.paths import input_path
 from rl_actors.trainer.export import export_merged, export_peft
@@ -24,15 +26,17 @@ from rl_actors.trainer.shard_files import TrainerState
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 with one sentence on stderr."""
     parser = argparse.ArgumentParser(prog="python -m jobs.export", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("checkpoint", type=Path, help="a folder step-..., or the folder of all checkpoints")
+    parser.add_argument("checkpoint", help="a folder or URI step-..., or of all checkpoints")
     parser.add_argument("--format", choices=("peft", "merged-hf"), required=True)
     parser.add_argument("--out", type=Path, required=True, help="a folder that is not there yet")
     parser.add_argument("--base", type=Path, help="the base model's folder; by default the one it was trained from")
     arguments = parser.parse_args(argv)
     try:
-        checkpoint = _resolve(arguments.checkpoint)
-        verify(checkpoint)
-        _export(checkpoint, arguments.format, arguments.out, arguments.base)
+        with tempfile.TemporaryDirectory(prefix="rl_actors-export-") as fetched:
+            at_uri = "://" in arguments.checkpoint
+            checkpoint = fetch(arguments.checkpoint, Path(fetched)) if at_uri else _resolve(Path(arguments.checkpoint))
+            verify_or_offer(checkpoint)
+            _export(checkpoint, arguments.format, arguments.out, arguments.base)
     except RLActorsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -43,7 +43,9 @@ async def verify(prepared: Prepared, prompts: int) -> list[Check]:
     from rl_actors.driver.pools import start_pools
     from rl_actors.driver.self_check import Tolerances, self_check
 
-    config, shape = prepared.config, prepared.shape
+    # Fresh adapters, which the base model must be equal to; `lora.init_from` changes nothing of what is checked.
+    lora = prepared.config.lora.model_copy(update={"init_from": None})
+    config, shape = prepared.config.model_copy(update={"lora": lora}), prepared.shape
     tolerances = Tolerances.of(config.model.dtype, shape.is_moe)
     async with start_pools(config, f"{config.run_path.name}-verify") as pools:
         with_export = shape.parameters <= EXPORT_LIMIT and not config.model.random_weights

@@ -73,7 +73,7 @@ FUSED_PARTS = {
 }
 """Linears that Megatron fuses, and what `canonical_lora` calls their parts."""
 
-_HUGGING_FACE_NAMES = {
+HUGGING_FACE_NAMES = {
     "q_proj": "linear_q",
     "k_proj": "linear_k",
     "v_proj": "linear_v",
@@ -106,6 +106,9 @@ class LoraConfig(Section):
     a_init: Literal["xavier", "normal", "kaiming"] = "xavier"
     b_init: Literal["zero"] = "zero"
     """B starts at zero, so that the adapted model equals the base before training."""
+    init_from: Text | None = None
+    """Folder of a PEFT adapter to start from: a checkpoint's `adapter/`, or one that `peft` made. Where query, key and
+    value (gate and up) have an A of their own, use `canonical_lora`, or the sum of their ranks here."""
     share_expert_adapters: bool = False
     """One adapter for all experts of a rank. It makes the model depend on EP; leave it off."""
     normalize_moe_lora: bool = False
@@ -126,7 +129,7 @@ class LoraConfig(Section):
         fused_of = {part: fused for fused, parts in FUSED_PARTS.items() for part in parts}
         for pattern in patterns:
             name = pattern.rpartition(".")[2]
-            ours = _HUGGING_FACE_NAMES.get(name, name)
+            ours = HUGGING_FACE_NAMES.get(name, name)
             if not canonical and ours in fused_of:
                 raise ValueError(
                     f"{name} is a part of Megatron's {fused_of[ours]}: use {fused_of[ours]}, or {ours} with "
@@ -313,10 +316,17 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: NonNegativeInt = 50
-    """0 saves only at the end."""
+    """0 saves only at the end. The step waits only for a copy in host memory; files are written while it goes on."""
     keep_last: PositiveInt = 3
+    """The newest checkpoints that stay."""
+    keep_best: NonNegativeInt = 0
+    """Also keep so many with the best held-out reward, or, where `evaluation.every_steps` is 0, with the best mean
+    reward of their step."""
     resume: Literal["auto", "never"] = "auto"
-    """"auto" goes on from the newest whole checkpoint in the run folder, if there is one."""
+    """"auto" goes on from the newest whole checkpoint in the run folder or in `storage`, if there is one."""
+    storage: Text | None = None
+    """Where each checkpoint is also uploaded, below the run folder's name: a URI that pyarrow knows (s3://bucket/path,
+    gs://..., file:///...; s3 takes ?endpoint_override=host:port&scheme=http) or a folder."""
 
 
 class SyncConfig(Section):
@@ -405,6 +415,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.sleep is {self.rollout.sleep} and pipeline.max_staleness {self.pipeline.max_staleness}: "
                 "engines that sample during the update cannot sleep; set max_staleness to 0, or rollout.sleep to never"
+            )
+        saves, evaluations = self.checkpoint.every_steps, self.evaluation.every_steps
+        if self.checkpoint.keep_best and self.data.eval and evaluations and saves % evaluations:
+            raise ValueError(
+                f"checkpoint.keep_best needs a held-out reward for each checkpoint: make checkpoint.every_steps "
+                f"({saves}) a multiple of evaluation.every_steps ({evaluations}), or set evaluation.every_steps to 0"
             )
         if self.pipeline.samples_per_prompt < 2:
             raise ValueError(

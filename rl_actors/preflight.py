@@ -13,11 +13,11 @@ from pathlib import Path
 
 from placement.layout import EngineLayout, MegatronLayout
 from placement.model_shape import ModelShape
-from rl_actors.config import RunConfig
+from rl_actors.config import LoraConfig, RunConfig
 from rl_actors.data.chat import load_tokenizer
 from rl_actors.data.prompts import load_prompts
 from rl_actors.errors import ConfigError
-from rl_actors.paths import input_path
+from rl_actors.paths import input_path, output_path
 from rl_actors.rewards.registry import resolve
 from rl_actors.types import Prompt
 from rl_actors.weight_sync.slot_rank import SLOT_RANKS, slot_rank
@@ -48,9 +48,11 @@ def prepare(config: RunConfig) -> Prepared:
     """
     config = with_absolute_paths(config)
     check_run_dir(config.run_path)
+    check_storage(config.checkpoint.storage)
     shape, layout, engines = check_model(config)
     if not config.model.random_weights:
         check_weights(Path(config.model.path))
+    check_init_from(config.lora, shape)
     resolve(config.reward.function, config.reward.kwargs)
     tokenizer = load_tokenizer(config.model.path)
     train = load_prompts(config.data, tokenizer, "train", _prompt_limit(config))
@@ -138,6 +140,33 @@ def check_run_dir(path: Path) -> None:
         raise ConfigError(f"run_dir {path} cannot be written: {nearest} is not writable, give another folder")
 
 
+def check_storage(uri: str | None) -> None:
+    """Refuse a `checkpoint.storage` that names no kind of storage. It is first touched by the driver, on its node."""
+    if uri is None:
+        return
+    from pyarrow import ArrowException
+    from pyarrow.fs import FileSystem
+
+    try:
+        FileSystem.from_uri(uri)
+    except (OSError, ArrowException, ValueError) as error:
+        raise ConfigError(
+            f"checkpoint.storage {uri} is not usable ({' '.join(str(error).split())}): "
+            "give s3://bucket/path, gs://bucket/path, file:///folder or a folder"
+        ) from error
+
+
+def check_init_from(lora: LoraConfig, shape: ModelShape) -> None:
+    """Refuse a `lora.init_from` whose rank, alpha, targets or model are not the run's."""
+    if lora.init_from is None:
+        return
+    from rl_actors.trainer.peft_start import PeftFolder
+
+    if lora.share_expert_adapters:
+        raise ConfigError("lora.init_from gives each expert its own adapter: set lora.share_expert_adapters to false")
+    PeftFolder(Path(lora.init_from), shape).check(lora)
+
+
 def check_weights(folder: Path) -> None:
     """Every shard is there and has a readable header; tensors are not read. Raises ConfigError."""
     from safetensors import SafetensorError, safe_open
@@ -175,7 +204,14 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         update={name: _absolute(value) for name in ("train", "eval") if (value := getattr(config.data, name))}
     )
     model = config.model.model_copy(update={"path": _absolute(config.model.path)})
-    return config.model_copy(update={"run_dir": str(config.run_path), "data": data, "model": model})
+    storage = config.checkpoint.storage
+    if storage is not None and "://" not in storage:
+        storage = str(output_path(storage))
+    checkpoint = config.checkpoint.model_copy(update={"storage": storage})
+    start = config.lora.init_from
+    lora = config.lora.model_copy(update={"init_from": None if start is None else str(input_path(start))})
+    changed = {"run_dir": str(config.run_path), "data": data, "model": model, "checkpoint": checkpoint, "lora": lora}
+    return config.model_copy(update=changed)
 
 
 def _absolute(path: str) -> str:

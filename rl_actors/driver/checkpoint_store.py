@@ -1,61 +1,146 @@
 """The folder of a run's checkpoints: each one is whole or absent.
 
-A checkpoint is written into `.writing-step-N`, sealed with a manifest (size and SHA-256 of every file), renamed to
-`step-N`, and only then named by the file `latest`, which itself moves by rename. A reader verifies the manifest, so a
-truncated, changed or missing file is found at load and named, and the newest older checkpoint that is whole serves.
+A checkpoint is written into `.writing-step-N`, read back and compared with what its writers had in memory, sealed with
+a manifest (size and SHA-256 of every file), renamed to `step-N`, and only then named by the file `latest`, which itself
+moves by rename. A reader verifies the manifest, so a truncated, changed or missing file is found at load and named, and
+the newest older checkpoint that is whole serves. The newest checkpoint and the best ones are never removed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from rl_actors.digests import Digest, digest_of, digests_of
 from rl_actors.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
+MANIFEST, SCORE, LATEST = "manifest.json", "score.json", "latest"
 _WRITING = ".writing-"
 _SEALED = re.compile(r"step-\d{6,}")
 
 
-class CheckpointStore:
-    """Checkpoints of one run under `folder`; the newest `keep_last` stay."""
+@dataclass(frozen=True)
+class Score:
+    """How good the weights of a checkpoint are; only scores of the same kind are compared."""
 
-    def __init__(self, folder: Path, keep_last: int) -> None:
+    value: float
+    kind: str
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Score | None:
+        """From what `score.json` holds; None if it is not readable."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return None
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the newest `last` and, by score, the best `best`."""
+
+    last: int
+    best: int = 0
+
+    def superseded(self, scores: Mapping[int, Score | None], newest: int) -> list[int]:
+        """The steps to remove, now that `newest` was written.
+
+        Later steps than `newest` were left behind when the run went on from an older checkpoint, so they go.
+
+        Args:
+            scores: of all checkpoints by step; None where there is none.
+        """
+        steps = sorted(step for step in scores if step <= newest)
+        known = {step: score for step in steps if (score := scores[step]) and math.isfinite(score.value)}
+        kind = known[max(known)].kind if known else ""
+        ranked = sorted((score.value, step) for step, score in known.items() if score.kind == kind)
+        best = {step for _, step in ranked[-self.best :]} if self.best else set()
+        old = [step for step in steps[: -self.last] if step not in best]
+        return old + sorted(step for step in scores if step > newest)
+
+
+class CheckpointStore:
+    """Checkpoints of one run under `folder`; the newest `keep_last` and the best `keep_best` stay."""
+
+    def __init__(self, folder: Path, keep_last: int, keep_best: int = 0) -> None:
         self.folder = folder
-        self._keep_last = keep_last
+        self.retention = Retention(keep_last, keep_best)
 
     def begin(self, step: int) -> Path:
         """An empty folder to write step `step` into. What an interrupted write left there is removed."""
-        writing = self.folder / f"{_WRITING}{_name(step)}"
+        writing = self.folder / f"{_WRITING}{name_of(step)}"
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
         return writing
 
-    def commit(self, step: int) -> Path:
-        """Seal what was written since `begin(step)`, make it the latest, and remove the oldest beyond `keep_last`."""
-        writing, final = self.folder / f"{_WRITING}{_name(step)}", self.folder / _name(step)
+    def commit(self, step: int, written: Mapping[str, Digest] | None = None, score: Score | None = None) -> Path:
+        """Verify and seal what was written since `begin(step)`, make it the latest, and remove what is superseded.
+
+        Args:
+            written: what files must hold, by relative path, as their writers had the bytes in memory.
+            score: of the weights, for keeping the best.
+
+        Raises:
+            CheckpointError: a file does not hold what was written; `latest` has not moved.
+        """
+        writing = self.folder / f"{_WRITING}{name_of(step)}"
+        if score is not None:
+            (writing / SCORE).write_text(json.dumps(asdict(score)))
         files = sorted(path for path in writing.rglob("*") if path.is_file())
-        manifest = {str(path.relative_to(writing)): _describe(path) for path in files}
         for path in files:
             _flush(path)
+        manifest = {str(p.relative_to(writing)): digest for p, digest in zip(files, digests_of(files), strict=True)}
+        for name, expected in (written or {}).items():
+            _compare(writing, name, manifest.get(name), expected)
         _write(writing / MANIFEST, json.dumps(manifest, indent=1))
+        return self._publish(step)
+
+    def adopt(self, step: int, fill: Callable[[Path], None]) -> Path:
+        """Take in a sealed checkpoint from elsewhere; `fill` writes it, manifest included, into the folder it gets.
+
+        Raises:
+            CheckpointError: it is not whole; nothing has changed here.
+        """
+        writing = self.begin(step)
+        try:
+            fill(writing)
+            verify(writing)
+        except BaseException:
+            shutil.rmtree(writing, ignore_errors=True)
+            raise
+        for path in writing.rglob("*"):
+            _flush(path)
+        return self._publish(step)
+
+    def _publish(self, step: int) -> Path:
+        writing, final = self.folder / f"{_WRITING}{name_of(step)}", self.folder / name_of(step)
         shutil.rmtree(final, ignore_errors=True)
         writing.rename(final)
         _flush(self.folder)
-        pointer = self.folder / f"{_WRITING}latest"
+        pointer = self.folder / f"{_WRITING}{LATEST}"
         _write(pointer, final.name)
-        pointer.replace(self.folder / "latest")
+        pointer.replace(self.folder / LATEST)
         _flush(self.folder)
-        for old in self.steps()[: -self._keep_last]:
-            shutil.rmtree(self.folder / _name(old), ignore_errors=True)
+        for old in self.retention.superseded({step: self.score(step) for step in self.steps()}, step):
+            shutil.rmtree(self.folder / name_of(old), ignore_errors=True)
         return final
+
+    def score(self, step: int) -> Score | None:
+        """The score that a sealed checkpoint was given, if any."""
+        try:
+            return Score.parse((self.folder / name_of(step) / SCORE).read_bytes())
+        except OSError:
+            return None
 
     def steps(self) -> list[int]:
         """Steps of the sealed checkpoints, oldest first."""
@@ -74,15 +159,25 @@ class CheckpointStore:
         """
         faults = []
         for step in reversed(self.steps()):
+            checkpoint = self.folder / name_of(step)
             try:
-                verify(self.folder / _name(step))
+                verify(checkpoint)
             except CheckpointError as error:
                 faults.append(str(error))
-                logger.warning("%s; looking for an older checkpoint", error)
-            else:
-                return self.folder / _name(step)
+                continue
+            if faults:
+                logger.warning(
+                    "%s. The newest whole checkpoint is %s: the run goes on from it, steps after %d are trained again",
+                    "; ".join(faults),
+                    checkpoint,
+                    step,
+                )
+            return checkpoint
         if faults:
-            raise CheckpointError("no checkpoint is whole: " + "; ".join(faults))
+            raise CheckpointError(
+                f"no checkpoint is whole: {'; '.join(faults)}. Bring a whole one back, or start anew with "
+                "checkpoint.resume=never"
+            )
         return None
 
 
@@ -94,30 +189,49 @@ def verify(checkpoint: Path) -> None:
     """
     path = checkpoint / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
+        manifest: Any = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {checkpoint} has no readable {MANIFEST}") from error
     if not isinstance(manifest, dict) or not manifest:
         raise CheckpointError(f"checkpoint {checkpoint} has an empty {MANIFEST}")
     for name, expected in manifest.items():
         file = checkpoint / name
-        if not file.is_file():
-            raise CheckpointError(f"checkpoint {checkpoint} lacks {name}")
-        if file.stat().st_size != expected["bytes"]:
+        found = digest_of(file) if file.is_file() else None
+        _compare(checkpoint, name, found, expected)
+
+
+def verify_or_offer(checkpoint: Path) -> None:
+    """`verify`; the error also names the newest whole checkpoint that lies before this one in the same folder."""
+    try:
+        verify(checkpoint)
+    except CheckpointError as error:
+        store = CheckpointStore(checkpoint.parent, keep_last=1)
+        if not _SEALED.fullmatch(checkpoint.name):
+            raise
+        for step in reversed([step for step in store.steps() if step < store.step_of(checkpoint)]):
+            try:
+                verify(store.folder / name_of(step))
+            except CheckpointError:
+                continue
             raise CheckpointError(
-                f"checkpoint {checkpoint}: {name} has {file.stat().st_size} bytes, {expected['bytes']} were written"
-            )
-        if _describe(file) != expected:
-            raise CheckpointError(f"checkpoint {checkpoint}: {name} was changed after it was written")
+                f"{error}; the newest whole one before it is {store.folder / name_of(step)}"
+            ) from error
+        raise CheckpointError(f"{error}; there is no whole one before it") from error
 
 
-def _name(step: int) -> str:
+def _compare(checkpoint: Path, name: str, found: Digest | None, expected: Digest) -> None:
+    if found is None:
+        raise CheckpointError(f"checkpoint {checkpoint} lacks {name}")
+    if found["bytes"] != expected["bytes"]:
+        raise CheckpointError(
+            f"checkpoint {checkpoint}: {name} has {found['bytes']} bytes, {expected['bytes']} were written"
+        )
+    if found != expected:
+        raise CheckpointError(f"checkpoint {checkpoint}: {name} was changed after it was written")
+
+
+def name_of(step: int) -> str:
     return f"step-{step:06d}"
-
-
-def _describe(path: Path) -> dict[str, int | str]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _write(path: Path, text: str) -> None:

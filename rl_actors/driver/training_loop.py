@@ -24,13 +24,14 @@ import numpy as np
 
 from rl_actors.algorithms.batching import make_train_batch, split_batch
 from rl_actors.config import RunConfig
-from rl_actors.config_file import dump_config
 from rl_actors.data.order import PromptOrder
-from rl_actors.driver.checkpoint_store import CheckpointStore
+from rl_actors.driver.background_save import BackgroundSave
+from rl_actors.driver.checkpoint_storage import CheckpointStorage
+from rl_actors.driver.checkpoint_store import CheckpointStore, Score
 from rl_actors.driver.group_queue import GroupQueue
 from rl_actors.driver.pools import Pools
 from rl_actors.driver.records import step_record
-from rl_actors.driver.run_folder import read_step, write_driver_state
+from rl_actors.driver.run_folder import read_step
 from rl_actors.driver.together import together
 from rl_actors.errors import ActorDiedError, ActorLateError, SyncError, TrainingError
 from rl_actors.rollout.samples import Sampling
@@ -56,6 +57,7 @@ class TrainingLoop:
         tracker: takes spans, records and evaluations.
         store: where checkpoints go.
         prompts, eval_prompts: as token ids; the latter may be empty.
+        storage: where checkpoints are uploaded to, if anywhere.
     """
 
     def __init__(
@@ -66,14 +68,15 @@ class TrainingLoop:
         store: CheckpointStore,
         prompts: Sequence[Prompt],
         eval_prompts: Sequence[Prompt],
+        storage: CheckpointStorage | None = None,
     ) -> None:
         self._config = config
         self._pools = pools
         self._tracker = tracker
-        self._store = store
         self._prompts = prompts
         self._eval_prompts = eval_prompts
         self._order = PromptOrder(len(prompts), config.seed, config.data.shuffle)
+        self._saves = BackgroundSave(config, pools.trainer, tracker, store, self._order, storage)
         # Held from the start of an update until its weights are published: nobody else may send weights meanwhile.
         self._weights = asyncio.Lock()
 
@@ -87,15 +90,20 @@ class TrainingLoop:
         helpers = [asyncio.create_task(self._produce(queue)), asyncio.create_task(self._watch_trainer(queue))]
         try:
             for step in range(version + 1, steps + 1):
-                yield await self._step(step, queue)
+                self._saves.check()
+                record, evaluation = await self._step(step, queue), None
+                yield record
                 if self._eval_prompts and (step == steps or _due(step, self._config.evaluation.every_steps)):
-                    yield await self._evaluate(queue)
+                    evaluation = await self._evaluate(queue)
+                    yield evaluation
                 if step == steps or _due(step, self._config.checkpoint.every_steps):
-                    await self._save(step)
+                    await self._saves.start(step, self._score(record, evaluation))
+            await self._saves.finish()
         finally:
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
+            await self._saves.settle()
 
     async def _begin(self, checkpoint: Path | None) -> int:
         """Bring trainer and engines to the same version, 0 or a checkpoint's; returns it."""
@@ -103,7 +111,8 @@ class TrainingLoop:
         await pools.rollout.pause()
         await pools.sync.set_up(check_base=True)
         if checkpoint is None:
-            await pools.rollout.resume(0)
+            # The engines hold the base model, which step 0 is unless adapters were given.
+            await (pools.rollout.resume(0) if self._config.lora.init_from is None else self._publish(0))
             return 0
         version = read_step(checkpoint, self._config, self._order)
         await pools.trainer.load(str(checkpoint))
@@ -251,14 +260,11 @@ class TrainingLoop:
             scores = await together(score(*pair) for pair in enumerate(self._eval_prompts))
         return self._tracker.evaluation(queue.version, float(np.mean(scores)))
 
-    async def _save(self, step: int) -> None:
-        """Write a checkpoint, whole or not at all."""
-        with self._tracker.span("checkpoint", step, "trainer"):
-            folder = await asyncio.to_thread(self._store.begin, step)
-            await self._pools.trainer.save(str(folder))
-            write_driver_state(folder, self._config, step, self._order)
-            (folder / "config.yaml").write_text(dump_config(self._config))
-            await asyncio.to_thread(self._store.commit, step)
+    def _score(self, record: StepRecord, evaluation: EvalRecord | None) -> Score | None:
+        """What `checkpoint.keep_best` compares: the held-out reward in runs that evaluate, else the step's reward."""
+        if not (self._eval_prompts and self._config.evaluation.every_steps):
+            return Score(record.reward_mean, "mean reward of the step")
+        return Score(evaluation.value, "held-out reward") if evaluation else None
 
 
 def _check_logprobs(groups: Sequence[TrajectoryGroup]) -> None:

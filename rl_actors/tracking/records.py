@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 STAGES = ("rollout_wait", "reward", "sleep", "logprob", "ref_logprob", "update", "wake", "sync", "checkpoint")
-"""The stages of a step, in the order of the pipeline. `rollout_wait` is what the driver waits for a full batch."""
+"""The stages of a step, in the order of the pipeline. `rollout_wait` is what the driver waits for a full batch;
+`checkpoint` is what the step waits for a save. The write itself, `checkpoint_write`, goes on beside later steps."""
 
 NAN = math.nan
 METRICS_FILE = "metrics.jsonl"

@@ -161,7 +161,7 @@ def _copy_rest(base: Path, folder: Path) -> None:
             shutil.copytree(path, folder / path.name)
 
 
-def _whole_or_absent(out: Path, write: Callable[[Path], None]) -> None:
+def _whole_or_absent(out: Path, write: Callable[[Path], object]) -> None:
     if out.exists():
         raise ConfigError(f"{out} exists already: give a folder that is not there yet")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ reads the same names. Values are cast to the model's type, once.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,11 +25,16 @@ from typing import Any
 import torch
 
 from rl_actors.config import FUSED_PARTS
+from rl_actors.digests import Digest, write_bytes
 from rl_actors.errors import CheckpointError
 from rl_actors.trainer.hf_adapters import HFLinear, hf_linears
 from rl_actors.trainer.safetensors_stream import SafetensorsWriter
 from rl_actors.trainer.shard_files import ShardReader, TrainerState
 
+logger = logging.getLogger(__name__)
+
+ADAPTER, NO_ADAPTER = "adapter", "adapter-not-written.txt"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FUSED = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
 
 
@@ -115,6 +121,11 @@ def obstacle(state: TrainerState) -> str | None:
         )
     if state.lora.variant == "dora" and any(_is_expert(name) for name in state.adapters):
         return "PEFT has no DoRA for experts; export the merged model instead (--format merged-hf)"
+    try:
+        for _ in _entries(state):
+            pass
+    except CheckpointError as error:
+        return str(error)
     return None
 
 
@@ -122,11 +133,16 @@ def _is_expert(name: str) -> bool:
     return ".experts." in name and ".shared_experts." not in name
 
 
-def write(reader: ShardReader, folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+def write(
+    reader: ShardReader, folder: Path, progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, Digest]:
     """Write adapter_config.json and adapter_model.safetensors into `folder`.
 
     Args:
         progress: called with the tensors written and the tensors in all.
+
+    Returns:
+        The digest of each file by its name.
 
     Raises:
         CheckpointError: PEFT cannot hold these adapters, or the checkpoint is damaged.
@@ -136,16 +152,30 @@ def write(reader: ShardReader, folder: Path, progress: Callable[[int, int], None
         raise CheckpointError(reason)
     folder.mkdir(parents=True, exist_ok=True)
     entries = list(_entries(state))
-    (folder / "adapter_config.json").write_text(json.dumps(_config(state, entries), indent=2), encoding="utf-8")
+    config = write_bytes(folder / CONFIG, json.dumps(_config(state, entries), indent=2).encode())
     dtype = getattr(torch, state.dtype)
     layout = {f"{entry.key}.{name}": (dtype, shape) for entry in entries for name, shape in entry.shapes().items()}
     done = 0
-    with SafetensorsWriter(folder / "adapter_model.safetensors", layout) as file:
+    with SafetensorsWriter(folder / WEIGHTS, layout) as file:
         for entry in entries:
             for name, tensor in entry.tensors(reader):
                 file.write(f"{entry.key}.{name}", tensor)
                 done += 1
                 progress(done, len(layout))
+    return {CONFIG: config, WEIGHTS: file.digest}
+
+
+def write_beside(checkpoint: Path) -> dict[str, Digest]:
+    """Add the PEFT folder to a checkpoint whose ranks have all written; where PEFT cannot hold it, a file says why.
+
+    Returns:
+        The digest of each file by path relative to `checkpoint`.
+    """
+    reader = ShardReader(checkpoint)
+    if reason := obstacle(reader.state):
+        logger.warning("no PEFT folder beside the checkpoint: %s", reason)
+        return {NO_ADAPTER: write_bytes(checkpoint / NO_ADAPTER, f"{reason}\n".encode())}
+    return {f"{ADAPTER}/{name}": digest for name, digest in write(reader, checkpoint / ADAPTER).items()}
 
 
 def _entries(state: TrainerState) -> Iterator[_Linear | _Experts]:

@@ -12,6 +12,7 @@ from placement.bundles import Placement
 from placement.layout import MegatronLayout
 from rl_actors.actor_environment import gpu_environment
 from rl_actors.config import RunConfig
+from rl_actors.digests import Digest
 from rl_actors.pool import ActorPool, ActorSpec
 from rl_actors.trainer.model import Device
 from rl_actors.trainer.worker import MegatronWorker
@@ -105,9 +106,27 @@ class TrainerPool:
         """Add seeded noise to every adapter; for checks."""
         await self.actors.acall("perturb_adapters", seed, scale, timeout_s=self.config.timeouts.step_s)
 
+    async def snapshot(self) -> None:
+        """Every rank copies its part of a checkpoint into host memory; training may go on when it returns."""
+        await self.actors.acall("snapshot", timeout_s=self.config.timeouts.checkpoint_s)
+
+    async def write(self, directory: str) -> dict[str, Digest]:
+        """Every rank writes its part of the last snapshot, beside training; then rank 0 adds the PEFT folder.
+
+        Returns:
+            What each file must hold, by its path in `directory`, as its writer had the bytes in memory.
+        """
+        limit_s = self.config.timeouts.checkpoint_s
+        written = await self.actors.acall("write_snapshot", directory, timeout_s=limit_s, control=True)
+        written += await self.actors.acall(
+            "write_adapter", directory, timeout_s=limit_s, only=[self._first], control=True
+        )
+        return {name: digest for files in written for name, digest in files.items()}
+
     async def save(self, directory: str) -> None:
-        """Every rank writes its part of a checkpoint."""
-        await self.actors.acall("save_state", directory, timeout_s=self.config.timeouts.checkpoint_s)
+        """Snapshot and write, and wait for both."""
+        await self.snapshot()
+        await self.write(directory)
 
     async def load(self, directory: str) -> None:
         """Every rank reads a checkpoint; `version` becomes its step count."""

@@ -1,19 +1,23 @@
 """Write a safetensors file tensor by tensor, so that a file of many gigabytes needs the memory of one tensor.
 
 `safetensors.torch.save_file` wants all tensors at once. The format is plain: eight bytes with the length of a JSON
-header, the header, then the tensors' bytes in a row. Invariant: `close` succeeds only if every announced tensor was
-written, once and in order, with the announced type and shape.
+header, the header, then the tensors' bytes in a row. Invariant: the context ends without an error only if every
+announced tensor was written, once and in order, with the announced type and shape, and all bytes are on disk.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 import torch
+
+from rl_actors.digests import Digest
 
 TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -35,7 +39,11 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 class SafetensorsWriter:
-    """A context manager; `layout` gives type and shape of each tensor in the order in which `write` gets them."""
+    """A context manager; `layout` gives type and shape of each tensor in the order in which `write` gets them.
+
+    Attributes:
+        digest: of the whole file, once the context has ended.
+    """
 
     def __init__(
         self,
@@ -54,7 +62,12 @@ class SafetensorsWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight bytes
         self._file = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._hash, self._bytes = hashlib.sha256(), 0
+        self._put(len(text).to_bytes(8, "little") + text)
+
+    @property
+    def digest(self) -> Digest:
+        return {"bytes": self._bytes, "sha256": self._hash.hexdigest()}
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Append the next tensor; it is cast to the announced type."""
@@ -63,7 +76,12 @@ class SafetensorsWriter:
         if name != expected or tuple(tensor.shape) != shape:
             raise ValueError(f"got {name} {list(tensor.shape)}, announced was {expected} {shape}")
         raw = tensor.detach().to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8)
-        self._file.write(raw.numpy().data)
+        self._put(raw.numpy().data)
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self._bytes += len(data)
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -71,6 +89,9 @@ class SafetensorsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with self._file:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
         if error is None and self._waiting:
             raise ValueError(f"{len(self._waiting)} announced tensors were not written, such as {self._waiting[-1]}")

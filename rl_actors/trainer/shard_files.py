@@ -21,11 +21,12 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from placement.model_shape import ModelShape
 from rl_actors.config import LoraConfig
+from rl_actors.digests import Digest, write_bytes
 from rl_actors.errors import CheckpointError
+from rl_actors.trainer.safetensors_stream import SafetensorsWriter
 
 FORMAT = 1
 TRAINER, STATE = "trainer", "state.json"
@@ -99,10 +100,10 @@ class TrainerState:
     adapters: dict[str, dict[str, Any]]
     ranks: int
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path) -> Digest:
         """Write `folder`/trainer/state.json."""
         tree = {"format": FORMAT, **asdict(self), "lora": self.lora.model_dump(mode="json")}
-        (folder / TRAINER / STATE).write_text(json.dumps(tree, indent=1), encoding="utf-8")
+        return write_bytes(folder / TRAINER / STATE, json.dumps(tree, indent=1).encode())
 
     @classmethod
     def read(cls, folder: Path) -> TrainerState:
@@ -127,17 +128,20 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / TRAINER / f"rank-{rank:05d}.safetensors"
 
 
-def write_rank_file(folder: Path, rank: int, pieces: Iterable[OwnedPiece]) -> None:
-    """Write the pieces that `rank` owns; a rank that owns none writes an empty file."""
+def write_rank_file(folder: Path, rank: int, pieces: Iterable[OwnedPiece]) -> Digest:
+    """Write the pieces that `rank` owns, in host memory; a rank that owns none writes a file without tensors."""
     cuts: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     for piece in pieces:
         key, cut = f"{piece.name}.{piece.part}", piece.cut
         cuts[key] = [*cut.shape, cut.axis, cut.rank, cut.size, cut.gated, cut.start, cut.stop]
         for kind, tensor in piece.tensors.items():
-            tensors[f"{key}.{kind}"] = tensor.detach().to("cpu", torch.float32).clone()
-    metadata = {"format": str(FORMAT), "cuts": json.dumps(cuts)}
-    save_file(tensors, rank_file(folder, rank), metadata)
+            tensors[f"{key}.{kind}"] = tensor
+    layout = {name: (torch.float32, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with SafetensorsWriter(rank_file(folder, rank), layout, {"format": str(FORMAT), "cuts": json.dumps(cuts)}) as file:
+        for name, tensor in tensors.items():
+            file.write(name, tensor)
+    return file.digest
 
 
 class ShardReader:

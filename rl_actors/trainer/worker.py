@@ -15,12 +15,14 @@ import numpy as np
 
 from placement.layout import MegatronLayout
 from rl_actors.config import RunConfig
+from rl_actors.digests import Digest
 from rl_actors.trainer.learning_rate import learning_rate
 from rl_actors.trainer.model import Device, TrainerModel, build_model, init_distributed, prepare_process
 from rl_actors.types import TrainBatch
 
 if TYPE_CHECKING:
     from rl_actors.trainer.optimizer import AdapterOptimizer
+    from rl_actors.trainer.snapshot import Snapshots
     from rl_actors.weight_sync.sender import WeightSender
 
 
@@ -47,6 +49,7 @@ class MegatronWorker:
         self._model: TrainerModel | None = None
         self._optimizer: AdapterOptimizer | None = None
         self._sender: WeightSender | None = None
+        self._snapshots: Snapshots | None = None
 
     @property
     def model(self) -> TrainerModel:
@@ -99,7 +102,12 @@ class MegatronWorker:
         config = self.config
         self._model = build_model(config.model, self.layout, config.trainer, config.lora, config.seed, self.device)
         self._optimizer = AdapterOptimizer(self._model, config.trainer.optimizer)
+        self._snapshots = None
         self.steps = 0
+        if config.lora.init_from is not None:
+            from rl_actors.trainer.checkpoint import start_from
+
+            start_from(self, Path(config.lora.init_from))
 
     def compute_logprobs(self, batch: TrainBatch, adapters: bool = True) -> tuple[np.ndarray, np.ndarray] | None:
         """Log-probabilities of the sampled tokens at the sampling temperature; the base model's without adapters.
@@ -173,11 +181,25 @@ class MegatronWorker:
             self._sender = WeightSender(self.model, self.config.sync.bucket_mib, self.config.sync.mode)
         return getattr(self._sender, method)(*arguments)
 
-    def save_state(self, directory: str) -> None:
-        """Write this rank's files of a checkpoint into `directory`. Collective."""
-        from rl_actors.trainer.checkpoint import save
+    def snapshot(self) -> None:
+        """Copy this rank's part of a checkpoint into host memory; the rank may train on at once. Collective."""
+        if self._snapshots is None:
+            from rl_actors.trainer.snapshot import Snapshots
 
-        save(self, Path(directory))
+            self._snapshots = Snapshots(self)
+        self._snapshots.take()
+
+    def write_snapshot(self, directory: str) -> dict[str, Digest]:
+        """Write the last snapshot's files into `directory`; runs beside training. Returns their digests by name."""
+        if self._snapshots is None:
+            raise RuntimeError("there is no snapshot to write")
+        return self._snapshots.write(Path(directory))
+
+    def write_adapter(self, directory: str) -> dict[str, Digest]:
+        """On one rank, when all have written: add the PEFT folder. Returns the digests of its files by name."""
+        from rl_actors.trainer.peft_adapter import write_beside
+
+        return write_beside(Path(directory))
 
     def load_state(self, directory: str) -> None:
         """Read a checkpoint of any layout from `directory`. Collective."""

@@ -4,16 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from rl_actors.driver.checkpoint_store import MANIFEST, CheckpointStore
+from rl_actors.digests import digest_of
+from rl_actors.driver.checkpoint_store import MANIFEST, CheckpointStore, Score, verify_or_offer
 from rl_actors.errors import CheckpointError
 
 
-def save(store: CheckpointStore, step: int) -> Path:
+def save(store: CheckpointStore, step: int, score: float | None = None, kind: str = "held-out") -> Path:
     folder = store.begin(step)
     (folder / "ranks").mkdir()
     (folder / "ranks" / "rank-0.bin").write_bytes(bytes([step]) * 1000)
     (folder / "state.json").write_text("{}")
-    return store.commit(step)
+    return store.commit(step, score=None if score is None else Score(score, kind))
 
 
 def test_newest_is_found_and_only_the_last_are_kept(tmp_path: Path) -> None:
@@ -62,6 +63,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(
     damage(save(store, 2))
     assert store.load_newest() == tmp_path / "step-000001"
     assert "step-000002" in caplog.text
+    assert f"newest whole checkpoint is {tmp_path / 'step-000001'}" in caplog.text
+    assert "steps after 1 are trained again" in caplog.text
 
 
 def test_with_no_whole_checkpoint_left_every_fault_is_told(tmp_path: Path) -> None:
@@ -70,3 +73,62 @@ def test_with_no_whole_checkpoint_left_every_fault_is_told(tmp_path: Path) -> No
         truncate(save(store, step))
     with pytest.raises(CheckpointError, match=r"step-000002.*999 bytes.*step-000001"):
         store.load_newest()
+
+
+def test_what_goes_on_from_an_older_checkpoint_replaces_the_damaged_ones(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (1, 2, 3):
+        truncate(save(store, step))
+    save(store, 2)
+    assert store.steps() == [2]  # 1 went when 3 came, and 3 belongs to what was left behind
+    assert store.load_newest() == tmp_path / "step-000002"
+    assert (tmp_path / "latest").read_text() == "step-000002"
+
+
+def test_latest_does_not_move_when_the_disk_holds_other_bytes(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    save(store, 1)
+    folder = store.begin(2)
+    (folder / "x").write_bytes(b"as in memory")
+    written = {"x": digest_of(folder / "x")}
+    (folder / "x").write_bytes(b"as on disk!!")
+    with pytest.raises(CheckpointError, match="step-000002: x was changed"):
+        store.commit(2, written)
+    (folder / "x").write_bytes(b"as in memory")
+    with pytest.raises(CheckpointError, match="lacks y"):
+        store.commit(2, {**written, "y": written["x"]})
+    assert (store.steps(), (tmp_path / "latest").read_text()) == ([1], "step-000001")
+    assert store.commit(2, written) == tmp_path / "step-000002"
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_best", "stay"),
+    [(1, 1, [1, 5]), (1, 2, [1, 4, 5]), (2, 1, [1, 4, 5]), (1, 0, [5]), (1, 9, [1, 3, 4, 5])],
+)
+def test_the_best_and_the_newest_stay(tmp_path: Path, keep_last: int, keep_best: int, stay: list[int]) -> None:
+    store = CheckpointStore(tmp_path, keep_last, keep_best)
+    for step, score in ((1, 0.9), (2, None), (3, 0.1), (4, 0.5), (5, 0.2)):
+        save(store, step, score)
+    assert store.steps() == stay
+    assert store.load_newest() == tmp_path / "step-000005"
+
+
+def test_only_scores_of_one_kind_are_compared(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1, keep_best=1)
+    for step, score, kind in ((1, 9.0, "mean reward"), (2, 0.5, "held-out"), (3, float("nan"), "held-out")):
+        save(store, step, score, kind)
+    assert store.steps() == [2, 3]
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_offers_the_one_before(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=9)
+    for step in (1, 2, 3, 4):
+        save(store, step)
+    truncate(tmp_path / "step-000003")
+    remove(tmp_path / "step-000004")
+    verify_or_offer(tmp_path / "step-000002")
+    with pytest.raises(CheckpointError, match=r"step-000004 lacks state.json; the newest whole .* is .*step-000002$"):
+        verify_or_offer(tmp_path / "step-000004")
+    unseal(tmp_path / "step-000001")
+    with pytest.raises(CheckpointError, match=r"manifest.json; there is no whole one before it$"):
+        verify_or_offer(tmp_path / "step-000001")

@@ -16,7 +16,9 @@ from rl_actors.config import RunConfig
 from rl_actors.data.order import PromptOrder
 from rl_actors.driver.checkpoint_store import CheckpointStore
 from rl_actors.driver.training_loop import TrainingLoop, group_seed
+from rl_actors.errors import CheckpointError
 from rl_actors.tracking.records import StepRecord, read_metrics
+from rl_actors.tracking.stage_times import stage_seconds
 from rl_actors.tracking.trace import overlaps, read_trace
 from rl_actors.tracking.tracker import Tracker
 from rl_actors.types import TrajectoryGroup
@@ -80,6 +82,52 @@ def test_resume_goes_on_as_if_unbroken(live: LivePools, unbroken: list[float], t
     records = live.run(train(live, config, middle))
     assert [record.step for record in records] == [3, 4]
     np.testing.assert_allclose([record.loss for record in records], unbroken[2:], rtol=0, atol=TOLERANCE)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    live: LivePools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each write is made slow; steps go on beside it, wait only for the save before, and the last one is waited for."""
+    live.reset()
+    config = make_config(Path(live.prepared.config.model.path), tmp_path, checkpoint={"every_steps": 2})
+    write = live.pools.trainer.write
+
+    async def slow_write(directory: str):
+        await asyncio.sleep(1.5)
+        return await write(directory)
+
+    monkeypatch.setattr(live.pools.trainer, "write", slow_write)
+    live.run(train(live, config))
+    spans = read_trace(tmp_path)
+    stopped, whole = (stage_seconds(spans, stage) for stage in ("checkpoint", "checkpoint_write"))
+    first = min((span for span in spans if span.stage == "checkpoint"), key=lambda span: span.start_s)
+    print(f"a save takes {whole / 2:.2f} s; the first stops its step for {first.seconds:.3f} s, all {stopped:.3f} s")
+    assert overlaps(spans, "checkpoint_write", "update") > 0.02
+    assert first.seconds < 0.5 < 1.5 < whole / 2
+    store = CheckpointStore(tmp_path / "checkpoints", 9)
+    assert store.load_newest() == tmp_path / "checkpoints" / f"step-{STEPS:06d}"
+
+
+def test_a_save_that_fails_ends_the_run_at_its_next_step(
+    live: LivePools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's file is damaged after it was written: the checkpoint before stays the latest."""
+    live.reset()
+    config = make_config(Path(live.prepared.config.model.path), tmp_path)
+    write = live.pools.trainer.write
+
+    async def damaged_write(directory: str):
+        written = await write(directory)
+        if "step-000002" in directory:
+            file = Path(directory) / "trainer" / "rank-00000.safetensors"
+            file.write_bytes(file.read_bytes()[:-1] + b"x")
+        return written
+
+    monkeypatch.setattr(live.pools.trainer, "write", damaged_write)
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 2 was not saved: .*rank-00000.* was changed"):
+        live.run(train(live, config))
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000001"
+    assert [record.step for record in read_metrics(tmp_path).steps][-1] in (2, 3)
 
 
 def test_rollout_goes_on_during_a_slow_update(live: LivePools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

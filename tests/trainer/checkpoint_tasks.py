@@ -16,7 +16,7 @@ def train_and_save(worker: MegatronWorker, batch: TrainBatch, folder: str, updat
     for _ in range(updates):
         worker.update(batch)
     torch.rand(3)  # the generators are not where a fresh start leaves them
-    worker.save_state(folder)
+    save(worker, folder)
     return go_on(worker, batch)
 
 
@@ -26,6 +26,22 @@ def load_and_go_on(worker: MegatronWorker, batch: TrainBatch, folder: str, own_u
         worker.update(batch)
     worker.load_state(folder)
     return go_on(worker, batch)
+
+
+def save(worker: MegatronWorker, folder: str) -> None:
+    """A whole checkpoint, as the pool makes it."""
+    worker.snapshot()
+    worker.write_snapshot(folder)
+    torch.distributed.barrier()
+    if worker.rank == 0:
+        worker.write_adapter(folder)
+    torch.distributed.barrier()
+
+
+def first_look(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
+    """Logprobs of a worker as it was built, and the loss of one update."""
+    logprobs = worker.compute_logprobs(batch)
+    return {"logprobs": logprobs, "loss": worker.update(batch)["loss"], "steps": worker.step_count()}
 
 
 def go_on(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
@@ -42,10 +58,20 @@ def go_on(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
     return out
 
 
+def write_while_training(worker: MegatronWorker, batch: TrainBatch, first: str, second: str) -> None:
+    """A checkpoint written before anything else happens, and the same snapshot written after two more steps."""
+    worker.update(batch)
+    save(worker, first)
+    worker.snapshot()
+    for _ in range(2):
+        worker.update(batch)
+    worker.write_snapshot(second)
+
+
 def load_and_save(worker: MegatronWorker, folder: str, again: str) -> None:
     """A load and a save: the second checkpoint must hold what the first does."""
     worker.load_state(folder)
-    worker.save_state(again)
+    save(worker, again)
 
 
 def load_and_compare(worker: MegatronWorker, batch: TrainBatch, folder: str) -> tuple[float, int]:

@@ -5,6 +5,7 @@ Megatron's own ranks on CPU, in float32 unless said otherwise. Tolerance of loss
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ import torch
 from rank_process import RankFailed, RankProcesses, with_layout
 from tiny_models import huggingface_logprobs, make_batch, save_tiny_model
 
+from placement.model_shape import ModelShape
 from rl_actors.config import RunConfig
+from rl_actors.preflight import check_init_from
+from rl_actors.trainer import peft_adapter
 from rl_actors.trainer.export import export_merged
 from rl_actors.trainer.pool import merge_logprobs
 from rl_actors.trainer.shard_files import KINDS, ShardReader, TrainerState
@@ -26,10 +30,17 @@ TEMPERATURE = 0.7
 FOUR = {"tp": 2, "pp": 2, "ep": 2}  # four ranks, no data parallelism: the plain optimizer
 LAYOUTS: dict[str, dict[str, int]] = {
     "one rank": {},
-    "ep2": {"ep": 2},  # the distributed optimizer for dense parameters, a group of one for experts
-    "dp2": {"replicas": 2},
     "tp2": {"tp": 2},
-    "tp2 ep2 pp2": FOUR,
+    "tp4": {"tp": 4},
+    "pp2": {"pp": 2},
+    "ep2": {"ep": 2},  # the distributed optimizer for dense parameters, a group of one for experts
+    "ep4": {"ep": 4},
+    "dp2": {"replicas": 2},
+    "tp2 pp2": {"tp": 2, "pp": 2},
+    "tp2 ep2": {"tp": 2, "ep": 2},
+    "pp2 ep2": {"pp": 2, "ep": 2},
+    "dp2 tp2": {"replicas": 2, "tp": 2},
+    "tp2 pp2 ep2": FOUR,
 }
 
 
@@ -51,7 +62,7 @@ class Saved:
     """A base model, a checkpoint made after two steps, and how that run went on."""
 
     def __init__(self, ranks: RankProcesses, folder: Path, arch: str, layout: dict[str, int], **config: Any) -> None:
-        self.base = save_tiny_model(folder / "base", arch)
+        self.base = save_tiny_model(folder / "base", arch, heads=8, kv_heads=4)
         batch = make_batch()
         self.batch = replace(batch, old_logprobs=huggingface_logprobs(self.base, batch, TEMPERATURE))
         self.config = config_for(self.base, **config)
@@ -87,11 +98,20 @@ def dense(rank_processes: RankProcesses, tmp_path_factory: pytest.TempPathFactor
     return Saved(rank_processes, tmp_path_factory.mktemp("dense"), "dense", {"tp": 2, "replicas": 2})
 
 
+@pytest.fixture(scope="module")
+def moe_of_replicas(rank_processes: RankProcesses, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(rank_processes, tmp_path_factory.mktemp("moe of replicas"), "moe", LAYOUTS["dp2"])
+
+
+@pytest.mark.parametrize("written_at", ["moe", "moe_of_replicas"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_go_on_unbroken_at_any_layout(rank_processes: RankProcesses, moe: Saved, layout: str) -> None:
-    config = with_layout(moe.config, **LAYOUTS[layout])
-    answers = rank_processes.run(tasks.load_and_go_on, config, moe.batch, str(moe.folder))
-    Run(moe.batch, answers).assert_goes_on_as(moe.unbroken)
+def test_losses_go_on_unbroken_at_any_layout(
+    request: pytest.FixtureRequest, rank_processes: RankProcesses, written_at: str, layout: str
+) -> None:
+    saved: Saved = request.getfixturevalue(written_at)
+    config = with_layout(saved.config, **LAYOUTS[layout])
+    answers = rank_processes.run(tasks.load_and_go_on, config, saved.batch, str(saved.folder))
+    Run(saved.batch, answers).assert_goes_on_as(saved.unbroken)
 
 
 def test_losses_go_on_from_the_distributed_optimizer(rank_processes: RankProcesses, dense: Saved) -> None:
@@ -124,6 +144,18 @@ def test_nothing_is_lost_or_written_twice(
         for part in ("A", "B"):
             for kind in KINDS:
                 assert torch.equal(first.full(name, part, kind), second.full(name, part, kind)), (name, part, kind)
+
+
+def test_a_snapshot_is_what_was_there_when_it_was_taken(
+    rank_processes: RankProcesses, dense: Saved, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    config = with_layout(dense.config, tp=2, replicas=2)
+    rank_processes.run(tasks.write_while_training, config, dense.batch, str(first), str(second))
+    files = sorted(path.relative_to(first) for path in (first / "trainer").iterdir())
+    assert len(files) == 4 + 4 + 1
+    for name in files:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
 def test_before_the_first_step(rank_processes: RankProcesses, moe: Saved, tmp_path: Path) -> None:
@@ -168,6 +200,26 @@ def test_hugging_face_sees_the_trained_model(request: pytest.FixtureRequest, tmp
     adapted.save_pretrained(tmp_path / "peft")
     by_peft = huggingface_logprobs(tmp_path / "peft", saved.batch, TEMPERATURE)
     np.testing.assert_allclose(by_peft, trainer, atol=1e-4, rtol=0)
+
+
+def test_adapters_that_peft_cannot_hold_are_saved_all_the_same(moe: Saved, tmp_path: Path) -> None:
+    shutil.copytree(moe.folder / "trainer", tmp_path / "trainer")
+    state = TrainerState.read(tmp_path)
+    unknown = {"layers.0.mlp.shared_experts.linear_fc1": state.adapters["layers.0.mlp.experts.0.linear_fc1"]}
+    replace(state, adapters=state.adapters | unknown).write(tmp_path)
+    assert list(peft_adapter.write_beside(tmp_path)) == ["adapter-not-written.txt"]
+    assert "layers.0.mlp.shared_experts.linear_fc1" in (tmp_path / "adapter-not-written.txt").read_text()
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_a_run_starts_from_the_peft_folder_of_a_checkpoint(rank_processes: RankProcesses, moe: Saved) -> None:
+    lora = moe.config.lora.model_copy(update={"init_from": str(moe.folder / "adapter")})
+    config = with_layout(moe.config.model_copy(update={"lora": lora}), ep=2)
+    check_init_from(lora, ModelShape.from_folder(moe.base))
+    answers = rank_processes.run(tasks.first_look, config, moe.batch)
+    started = merge_logprobs(moe.batch, [answer["logprobs"] for answer in answers])
+    np.testing.assert_allclose(started, moe.unbroken.logprobs, atol=1e-5, rtol=0)
+    assert answers[0]["steps"] == 1  # a new run: the optimizer starts anew
 
 
 @pytest.mark.parametrize(

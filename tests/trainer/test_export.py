@@ -289,6 +289,11 @@ def test_export_command(moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     arguments = [str(store.folder), "--format", "merged-hf", "--out", str(tmp_path / "out")]
     assert main(arguments) == 0
     assert (tmp_path / "out" / "config.json").is_file()
+    at_uri = [f"file://{store.folder}", "--format", "peft", "--out", str(tmp_path / "from uri")]
+    assert main(at_uri) == 0
+    assert (tmp_path / "from uri" / "adapter_config.json").is_file()
+    assert main(["file:///nowhere/step-000001", *at_uri[1:3], "--out", str(tmp_path / "x")]) == 2
+    assert "checkpoint file:///nowhere/step-000001 cannot be fetched" in capsys.readouterr().err
     assert main(arguments) == 2
     assert "exists already" in capsys.readouterr().err
 
