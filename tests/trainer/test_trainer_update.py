@@ -10,6 +10,10 @@ import tasks
 from rank_process import RankProcesses, with_layout
 from tiny_models import make_batch
 
+from placement.layout import MegatronLayout
+from placement.memory import adapter_parameters
+from placement.model_shape import ModelShape
+
 BATCH = make_batch(8)
 
 
@@ -73,3 +77,34 @@ def test_bfloat16_has_float32_masters(rank_processes: RankProcesses, tiny_config
     answer = rank_processes.run(tasks.train_once, with_layout(config, ep=2), BATCH)[0]
     np.testing.assert_array_equal(answer["logprobs"], answer["base"])
     assert answer["metrics"]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "layout"),
+    [
+        ("dense", "float32", {}),
+        ("moe", "bfloat16", {}),
+        ("dense", "bfloat16", {"replicas": 2}),
+        ("moe", "float32", {"ep": 2}),
+        ("moe", "bfloat16", {"ep": 2, "replicas": 2}),
+    ],
+)
+def test_only_adapters_take_optimizer_memory(
+    rank_processes: RankProcesses, tiny_config: Any, model: str, dtype: str, layout: dict[str, int]
+) -> None:
+    """Two moments and, in bfloat16, a master in float32 for each adapter value, once over data-parallel ranks.
+
+    `placement.memory` counts the same.
+    """
+    config = with_layout(tiny_config(model, model={"dtype": dtype}), **layout)
+    answers = rank_processes.run(tasks.optimizer_bytes, config, BATCH)
+    ranks = MegatronLayout.from_config(config.trainer)
+    shape = ModelShape.from_folder(config.model.path)
+    dense, experts = adapter_parameters(shape, ranks, config.lora)
+    masters = 4 if dtype == "bfloat16" else 0
+    assert sum(answer["moments"] for answer in answers) == 8 * (dense + experts * ranks.ep)
+    assert sum(answer["masters"] for answer in answers) == masters * (dense + experts * ranks.ep)
+    for answer in answers:
+        assert answer["adapters"] == dense + experts
+        assert answer["base"] > 4 * answer["adapters"] and answer["base_gradients"] == 0
+        assert answer["gradients"] == 4 * answer["adapters"]
