@@ -82,6 +82,18 @@ class ModelShape:
         sparse = self.moe_layers * (self.experts * self.expert_parameters + self.experts * self.hidden)
         return embeddings + layers + dense + sparse + self.hidden
 
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token is multiplied with: of its chosen experts only, and of the output layer."""
+        dense = self.dense_layers * 3 * self.hidden * self.ffn
+        sparse = self.moe_layers * (self.topk * self.expert_parameters + self.experts * self.hidden)
+        return self.num_layers * self.attention_parameters + dense + sparse + self.vocab * self.hidden
+
+    def forward_flops(self, length: int) -> int:
+        """Floating-point operations of one sequence's forward pass: matrix products, and causal attention's square."""
+        attention = self.num_layers * self.heads * self.head_dim * length
+        return 2 * length * (self.active_parameters + attention)
+
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelShape:
         """Read the dictionary of a config.json (Qwen2, Qwen3, Qwen3-MoE, Llama, Mixtral and their like).

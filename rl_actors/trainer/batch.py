@@ -2,7 +2,8 @@
 
 Pure: every rank computes the same plan from the same lengths. Invariants: the plan covers each sequence exactly once;
 every data-parallel rank gets the same number of micro-batches (experts and pipelines move in step), filled up with
-empty ones where needed; no micro-batch with several sequences exceeds the budget, padding included.
+empty ones where needed; no micro-batch with several sequences exceeds the budget, padding included; the costs of two
+ranks differ by one sequence's at most.
 
 `MicroBatch` hides the form. Padded rows are [b, s]; packed sequences are one row [1, T] with cumulative lengths. Either
 way sequence i begins at `starts[i]` of row `rows[i]`, and `predictors` are the flat positions whose logits predict the
@@ -11,6 +12,7 @@ sampled tokens, so what comes after is the same code for both.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,7 +57,12 @@ def length_multiple(tp: int, cp: int) -> int:
 
 
 def plan_micro_batches(
-    lengths: np.ndarray, ranks: int, token_budget: int, form: Form, multiple: int = 1
+    lengths: np.ndarray,
+    ranks: int,
+    token_budget: int,
+    form: Form,
+    multiple: int = 1,
+    cost: Callable[[int], float] = float,
 ) -> list[list[np.ndarray]]:
     """Which sequences go where: `plan[data_parallel_rank][micro_batch]` is int64 indices (none in a filler).
 
@@ -64,21 +71,23 @@ def plan_micro_batches(
         ranks: data-parallel ranks.
         token_budget: most tokens of one micro-batch, padding included; a longer sequence gets one of its own.
         multiple: lengths are padded to a multiple of this.
+        cost: what a sequence of so many tokens costs, in any unit; it grows with the length.
     """
     padded = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
-    plan = [_pack(share, padded, token_budget, form) for share in _balance(padded, ranks)]
+    costs = np.array([cost(int(length)) for length in padded], dtype=np.float64)
+    plan = [_pack(share, padded, token_budget, form) for share in _balance(costs, ranks)]
     count = max(1, *(len(share) for share in plan))
-    return [_spread(share, padded, count) for share in plan]
+    return [_spread(share, costs, count) for share in plan]
 
 
-def _balance(lengths: np.ndarray, ranks: int) -> list[list[int]]:
-    """Longest first to the rank with the fewest tokens."""
+def _balance(costs: np.ndarray, ranks: int) -> list[list[int]]:
+    """Costliest first to the rank with the least to do."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for index in np.argsort(-lengths, kind="stable"):
+    loads = [0.0] * ranks
+    for index in np.argsort(-costs, kind="stable"):
         rank = loads.index(min(loads))
         shares[rank].append(int(index))
-        loads[rank] += int(lengths[index])
+        loads[rank] += float(costs[index])
     return shares
 
 
@@ -96,12 +105,12 @@ def _pack(share: list[int], lengths: np.ndarray, budget: int, form: Form) -> lis
     return micro_batches
 
 
-def _spread(micro_batches: list[list[int]], lengths: np.ndarray, count: int) -> list[np.ndarray]:
-    """Make `count` of them: halve the largest, and add empty ones when none can be halved."""
+def _spread(micro_batches: list[list[int]], costs: np.ndarray, count: int) -> list[np.ndarray]:
+    """Make `count` of them: halve the costliest, and add empty ones when none can be halved."""
     parts = [list(part) for part in micro_batches]
     while len(parts) < count:
         largest = max(
-            (part for part in parts if len(part) > 1), key=lambda part: int(lengths[part].sum()), default=None
+            (part for part in parts if len(part) > 1), key=lambda part: float(costs[part].sum()), default=None
         )
         if largest is None:
             parts.append([])

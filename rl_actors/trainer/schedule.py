@@ -42,7 +42,8 @@ def local_micro_batches(model: TrainerModel, batch: TrainBatch, token_budget: in
     form: Form = "padded" if model.device == "cpu" else "packed"
     multiple = length_multiple(layout.tp, layout.cp)
     # The budget is per rank; context parallelism spreads a micro-batch over several.
-    plan = plan_micro_batches(batch.lengths, layout.dp, token_budget * layout.cp, form, multiple)
+    budget = token_budget * layout.cp
+    plan = plan_micro_batches(batch.lengths, layout.dp, budget, form, multiple, model.shape.forward_flops)
     share = plan[parallel_state.get_data_parallel_rank()]
     cp_rank = parallel_state.get_context_parallel_rank()
     return [

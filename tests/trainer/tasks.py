@@ -37,6 +37,59 @@ def gradients(worker: MegatronWorker) -> dict[str, np.ndarray]:
     return out
 
 
+def cut_in_many_ways(
+    worker: MegatronWorker, batches: dict[str, TrainBatch], budgets: list[int]
+) -> dict[str, list[dict[str, Any]]]:
+    """Metrics and gradients of each batch at each token budget, whole and in another order of its sequences.
+
+    The adapters are perturbed and never stepped; old logprobs are the base's, so ratios differ from 1 and clip.
+    """
+    from rl_actors.trainer.update import update
+
+    worker.perturb_adapters(seed=5, scale=0.1)
+    out: dict[str, list[dict[str, Any]]] = {}
+    for name, batch in batches.items():
+        base = _everyones(worker, batch, adapters=False)
+        whole = replace(batch, old_logprobs=base, ref_logprobs=base)
+        shuffled = whole.select(np.random.default_rng(0).permutation(len(batch)))
+        out[name] = []
+        for budget in budgets:
+            for order in (whole, shuffled):
+                metrics = update(
+                    worker.model, worker.optimizer, order, worker.config.algorithm, 0.7, budget, lr=0.0, first=False
+                )
+                out[name].append({"metrics": metrics, "gradients": gradients(worker)})
+    return out
+
+
+def optimizer_bytes(worker: MegatronWorker, batch: TrainBatch) -> dict[str, int]:
+    """Bytes that this rank's optimizer and gradients take after a step, and how many parameters there are."""
+    train_once(worker, batch)
+    chunks, parts = worker.model.chunks, worker.optimizer.parts
+    states = [state for part in parts if not part.is_stub_optimizer for state in part.optimizer.state.values()]
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+    mains = [main for part in parts if not part.is_stub_optimizer for main in _mains(part)]
+    buffers = [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    return {
+        "moments": _bytes(moments),
+        "masters": _bytes([main for main in mains if main.untyped_storage().data_ptr() not in own]),
+        "gradients": _bytes([buffer.grad_data for buffer in buffers]),
+        "adapters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "base": sum(parameter.numel() for parameter in parameters if not parameter.requires_grad),
+        "base_gradients": sum(hasattr(p, "main_grad") or p.grad is not None for p in parameters if not p.requires_grad),
+    }
+
+
+def _mains(part: Any) -> list[torch.Tensor]:
+    return [main for group in part.optimizer.param_groups for main in group["params"]]
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def perturbed(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
     """Adapters after a perturbation, and the logprobs they give."""
     worker.perturb_adapters(seed=5, scale=0.1)

@@ -2,40 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from tiny_models import make_batch
 
+from placement.model_shape import ModelShape
 from rl_actors.trainer.batch import (
+    Form,
     context_parallel_part,
     length_multiple,
     make_micro_batch,
     plan_micro_batches,
 )
 
+SHAPE = ModelShape(48, 2048, 32, 4, 128, 0, 768, 128, 8, 151936, False, moe_layers=48)  # Qwen3-30B-A3B
+
+
+def random_lengths(rng: np.random.Generator) -> np.ndarray:
+    """From none but short ones to a few long among many short: what answers are like."""
+    scale = rng.choice([4.0, 60.0, 2000.0])
+    return np.minimum(2 + rng.exponential(scale, rng.integers(1, 60)).astype(np.int64), 16_384)
+
 
 @pytest.mark.parametrize("form", ["padded", "packed"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("sequences", [1, 2, 7, 40])
-def test_plan(form: str, ranks: int, sequences: int) -> None:
-    lengths = np.random.default_rng(sequences).integers(2, 50, sequences)
-    budget, multiple = 96, 4
-    plan = plan_micro_batches(lengths, ranks, budget, form, multiple)  # type: ignore[arg-type]
-    assert len(plan) == ranks
-    assert len({len(share) for share in plan}) == 1, "every rank gets the same number of micro-batches"
-    everything = np.concatenate([indices for share in plan for indices in share])
-    assert sorted(everything.tolist()) == list(range(sequences)), "each sequence exactly once"
-    for indices in (indices for share in plan for indices in share if len(indices) > 1):
-        padded = -(-lengths[indices] // multiple) * multiple
-        assert (len(indices) * padded.max() if form == "padded" else padded.sum()) <= budget
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("cost", [float, SHAPE.forward_flops])
+def test_any_lengths_give_a_whole_plan(form: Form, ranks: int, cost: Callable[[int], float]) -> None:
+    rng = np.random.default_rng(ranks)
+    for _ in range(50):
+        lengths, multiple = random_lengths(rng), int(rng.choice([1, 2, 8]))
+        budget = int(rng.integers(1, 2 * lengths.max()))
+        plan = plan_micro_batches(lengths, ranks, budget, form, multiple, cost)
+        assert len(plan) == ranks
+        assert len({len(share) for share in plan}) == 1, "every rank gets the same number of micro-batches"
+        everything = np.concatenate([indices for share in plan for indices in share])
+        assert sorted(everything.tolist()) == list(range(len(lengths))), "each sequence exactly once"
+        padded = -(-lengths // multiple) * multiple
+        for indices in (indices for share in plan for indices in share if len(indices) > 1):
+            row = len(indices) * padded[indices].max() if form == "padded" else padded[indices].sum()
+            assert row <= budget
+        costs = np.array([cost(int(length)) for length in padded])
+        loads = [sum(costs[indices].sum() for indices in share) for share in plan]
+        assert max(loads) - min(loads) <= costs.max() * (1 + 1e-9), "ranks differ by one sequence at most"
 
 
-def test_ranks_get_like_numbers_of_tokens() -> None:
-    lengths = np.random.default_rng(0).integers(10, 200, 64)
-    loads = [
-        sum(lengths[indices].sum() for indices in share) for share in plan_micro_batches(lengths, 4, 512, "packed")
-    ]
-    assert max(loads) - min(loads) <= 200
+def test_ranks_share_the_square_of_attention() -> None:
+    """A token of a long sequence costs more than one of a short sequence, so the rank that has it gets fewer tokens."""
+    lengths = np.array([16_384] + [512] * 64)
+    by_tokens, by_cost = (
+        [sum(lengths[indices].sum() for indices in share) for share in plan]
+        for plan in (
+            plan_micro_batches(lengths, 2, 16_384, "packed"),
+            plan_micro_batches(lengths, 2, 16_384, "packed", cost=SHAPE.forward_flops),
+        )
+    )
+    assert by_tokens == [24_576, 24_576]
+    assert by_cost[0] < 0.9 * by_cost[1]
+
+
+def test_cost_is_twice_the_parameters_and_the_square_of_attention() -> None:
+    """Qwen3-30B-A3B: 3.3B active parameters with the embedding, which takes part in no product."""
+    assert SHAPE.active_parameters + 151_936 * 2048 == pytest.approx(3.35e9, rel=0.01)
+    assert SHAPE.forward_flops(1) == pytest.approx(2 * SHAPE.active_parameters, rel=1e-3)
+    square = SHAPE.forward_flops(20_000) - 2 * SHAPE.forward_flops(10_000)
+    assert square == 48 * 32 * 128 * (20_000**2 - 2 * 10_000**2) * 2
 
 
 def test_a_sequence_beyond_the_budget_stands_alone() -> None:

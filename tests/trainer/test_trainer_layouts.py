@@ -101,8 +101,9 @@ def test_every_adapted_layer_type_has_a_gradient(runs: Any, model: str) -> None:
     assert metrics["grad_norm"] == pytest.approx(np.sqrt(sum(value**2 for value in norms.values())))
 
 
-def test_clipping_leaves_the_limit(runs: Any) -> None:
-    run = runs("moe", "one")
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_clipping_leaves_the_limit(runs: Any, model: str, layout: str) -> None:
+    run = runs(model, layout)
     assert run["metrics"]["grad_norm"] > 0.05
     total = np.sqrt(sum(np.square(value).sum() for value in run["gradients"].values()))
     assert total == pytest.approx(0.05, rel=1e-4)
