@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-CHUNK_BYTES = 1200 * 2**20
-"""Size of a chunk's logits in float32; up to three times as much is at work at once. It makes 2048 tokens of Qwen3's
-vocabulary: with fewer the product that gives the derivative, [C, V] by [V, H], has too few tiles for a large GPU."""
+CHUNK_BYTES = 512 * 2**20
+"""Size of a chunk's logits in float32. Up to three times as much is at work at once."""
 CHUNK_MULTIPLE = 128
 """Tokens of a chunk are a multiple of this, which suits matrix units."""
 IMPOSSIBLE = -1e30

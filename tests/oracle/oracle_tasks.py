@@ -64,12 +64,14 @@ def update(worker: MegatronWorker, batch: TrainBatch) -> tuple[dict[str, np.ndar
 
 
 def full_adapters(worker: MegatronWorker) -> dict[str, np.ndarray]:
-    """Whole A and B of this rank's adapters."""
-    full = {}
-    for adapter in worker.model.adapters:
-        for part, tensor in zip("AB", adapter.full(), strict=True):
-            full[f"{adapter.name}.{part}"] = tensor.numpy().copy()
-    return full
+    """Whole A, B (and M) of this rank's adapters."""
+    from rl_actors.trainer.lora import gather
+
+    return {
+        f"{adapter.name}.{part.name}": gather(part.local, part.where, adapter.group).numpy().copy()
+        for adapter in worker.model.adapters
+        for part in adapter.parts()
+    }
 
 
 def merged_weights(worker: MegatronWorker) -> dict[str, np.ndarray]:
@@ -77,7 +79,7 @@ def merged_weights(worker: MegatronWorker) -> dict[str, np.ndarray]:
     from rl_actors.trainer.lora import gather
 
     return {
-        adapter.name: gather(merged, adapter.base_slice, adapter.group).numpy().copy()
+        adapter.weight: gather(merged, adapter.base_slice, adapter.group).numpy().copy()
         for adapter, merged in _merged(worker)
     }
 
@@ -92,7 +94,8 @@ def merged_logprobs(worker: MegatronWorker, batch: TrainBatch) -> np.ndarray:
 def _merged(worker: MegatronWorker) -> Any:
     from rl_actors.weight_sync.merge import Merger
 
-    adapters = {adapter.name: adapter for adapter in worker.model.adapters}
+    # A weight may have an adapter for each of its parts; any of them says where the weight lies.
+    adapters = {adapter.weight: adapter for adapter in worker.model.adapters}
     merger = Merger(worker.model.adapters, torch.float32, scratch_numel=40_000)
     merger.gather()
     for name, merged in merger.merged(list(adapters)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -88,16 +87,6 @@ def _mains(part: Any) -> list[torch.Tensor]:
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def perturbed(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
-    """Adapters after a perturbation, and the logprobs they give."""
-    worker.perturb_adapters(seed=5, scale=0.1)
-    factors = {}
-    for adapter in worker.model.adapters:
-        a, b = adapter.full()
-        factors[adapter.name] = (a.numpy().copy(), b.numpy().copy())
-    return {"factors": factors, "logprobs": _everyones(worker, batch), "base": _everyones(worker, batch, False)}
 
 
 def merged_forward(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
@@ -191,22 +180,6 @@ def grouped_experts(worker: MegatronWorker) -> dict[str, tuple[np.ndarray, np.nd
     return {name: (a.detach().numpy(), b.detach().numpy()) for name, (a, b) in out.items()}
 
 
-def recompute_alone(worker: MegatronWorker, batch: TrainBatch, ours: bool) -> Any:
-    """One update without Bridge's own patch for recompute, and with or without ours: gradients, or the error."""
-    from rl_actors.trainer import model
-
-    with mock.patch("megatron.bridge.peft.base.maybe_enable_recompute_inputs_grad"):
-        if ours:
-            worker.build()
-        else:
-            with mock.patch.object(model, "_require_grad_of_first_input"):
-                worker.build()
-    try:
-        return train_once(worker, batch)["gradients"]
-    except TrainingError as error:
-        return str(error)
-
-
 def survive_bad_batch(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
     """An update with a NaN in it, then a good one."""
     logprobs = _everyones(worker, batch)
@@ -285,20 +258,6 @@ def vocab_parallel(
     logprobs, entropy = token_logprobs(local, rows, torch.from_numpy(targets), 0.7, vocab, group, chunk=3)
     (logprobs * torch.arange(1.0, len(targets) + 1)).sum().backward()
     return {"logprobs": logprobs.detach().numpy(), "entropy": entropy.numpy(), "gradient": local.grad.numpy()}
-
-
-def train_with_whole_logits(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
-    """`train_once`, with log-probabilities by log_softmax of all logits and autograd. For one tensor-parallel rank."""
-
-    def plain(
-        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, vocab: int, group: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = torch.log_softmax((hidden @ weight.t())[:, :vocab] / temperature, dim=-1)
-        entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
-        return logprobs.gather(1, targets[:, None])[:, 0], entropy.detach()
-
-    with mock.patch("rl_actors.trainer.schedule.token_logprobs", plain):
-        return train_once(worker, batch)
 
 
 def look_at_stand_ins(worker: MegatronWorker) -> dict[str, Any]:

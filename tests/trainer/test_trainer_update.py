@@ -20,26 +20,6 @@ from rl_actors.config import AlgorithmConfig
 BATCH = make_batch(8)
 
 
-@pytest.mark.parametrize("model", ["dense", "moe"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_recompute_does_not_change_gradients(
-    rank_processes: RankProcesses, tiny_config: Any, model: str, recompute: str
-) -> None:
-    expected = rank_processes.run(tasks.train_once, tiny_config(model), BATCH)[0]["gradients"]
-    config = with_layout(tiny_config(model), recompute=recompute)
-    found = rank_processes.run(tasks.recompute_alone, config, BATCH, True)[0]
-    assert not isinstance(found, str), found
-    for name, gradient in expected.items():
-        assert np.linalg.norm(found[name] - gradient) <= 1e-6 * np.linalg.norm(gradient), name
-
-
-def test_layers_cut_off_from_the_loss_are_an_error(rank_processes: RankProcesses, tiny_config: Any) -> None:
-    """The trap itself: full recompute, frozen embedding, one stage, nobody makes its output require grad."""
-    config = with_layout(tiny_config("dense"), recompute="full")
-    error = rank_processes.run(tasks.recompute_alone, config, BATCH, False)[0]
-    assert isinstance(error, str) and "linear_qkv" in error and "zero gradient" in error
-
-
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2}, {"replicas": 2}])
 def test_a_loss_that_is_not_finite_makes_no_step(
     rank_processes: RankProcesses, tiny_config: Any, layout: dict[str, int]
