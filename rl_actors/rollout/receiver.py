@@ -23,7 +23,7 @@ from rl_actors.weight_sync.holdings import Holdings
 from rl_actors.weight_sync.lora_slot import SlotModule, slot_of
 from rl_actors.weight_sync.plan import Incoming, Part
 from rl_actors.weight_sync.vllm_shards import WorkerModule, try_direct, worker_modules
-from rl_actors.weight_sync.wire import checksum, checksum_parts, message_bytes, window
+from rl_actors.weight_sync.wire import checksum, checksum_parts, copy_all, message_bytes, window
 
 BUFFERS = 2
 _ATTRIBUTE = "_rl_actors_receiver"
@@ -186,15 +186,19 @@ class _Arrival:
     def place(self, header: Incoming, values: torch.Tensor) -> None:
         """Copy a message's elements to where they belong; finish the modules that are complete with it."""
         offset = 0
+        pairs, complete = [], []
         for part in header.parts:
             numel = torch.Size(part.shape).numel()
             name, _, leaf = part.param.rpartition(".")
             target = window(self._target(name, leaf, values), part.local)
-            target.copy_(values[offset : offset + numel].view(part.shape))
+            pairs.append((target, values[offset : offset + numel].view(part.shape)))
             offset += numel
             self._missing[name] -= numel
             if self._missing[name] == 0:
-                self._finish(name)
+                complete.append(name)
+        copy_all(pairs)
+        for name in complete:
+            self._finish(name)
 
     def check_complete(self) -> None:
         """Raises SyncError if the plan left a module unfinished."""

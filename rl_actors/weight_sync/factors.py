@@ -85,3 +85,7 @@ class FactorSource:
         for name in names:
             factor = self.shards[name]
             yield name, factor.parameter.detach().float().mul(factor.scale).to(self._dtype)
+
+    def merged_together(self, names: Sequence[str]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """The same, one by one: experts are together already."""
+        return ([pair] for pair in self.merged(names))

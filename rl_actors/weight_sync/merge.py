@@ -57,15 +57,19 @@ class Merger:
         self._factors, self._row_scales = {}, {}
         self._scratch = self._merged = None
 
-    @torch.no_grad()
     def merged(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, merged shard [out_local, in_local]) in the order given; a tensor is good until the next is asked for.
 
         `gather` must have run since the adapters changed.
         """
+        return itertools.chain.from_iterable(self.merged_together(names))
+
+    @torch.no_grad()
+    def merged_together(self, names: Sequence[str]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """The same in lists of what is merged at once; a list's tensors are good until the next list is asked for."""
         with _exact_float32():
             for batch in self._batches(names):
-                yield from zip(batch, self._merge(batch), strict=True)
+                yield list(zip(batch, self._merge(batch), strict=True))
 
     def _batches(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Runs of experts of one layer and kind, cut to the scratch size; everything else alone."""
@@ -97,8 +101,8 @@ class Merger:
     def _add(self, weights_EOI: torch.Tensor, shards: Sequence[AdapterShard]) -> None:
         """Add to each weight the adapter that it has of one kind."""
         factors = [self._factors[shard.name] for shard in shards]
-        a_ERI = torch.stack([a.float() for a, _ in factors])
-        b_EOR = torch.stack([b.float() for _, b in factors])
+        a_ERI = torch.stack([a for a, _ in factors]).float()
+        b_EOR = torch.stack([b for _, b in factors]).float()
         done = 0
         for start, stop in shards[0].rows or ((0, weights_EOI.shape[1]),):
             height = stop - start

@@ -24,12 +24,14 @@ from rl_actors.weight_sync.factors import FactorSource
 from rl_actors.weight_sync.holdings import Holdings, TrainerShards
 from rl_actors.weight_sync.merge import Merger
 from rl_actors.weight_sync.plan import Outgoing, Part, Round
-from rl_actors.weight_sync.wire import checksum, checksum_parts, message_bytes, window
+from rl_actors.weight_sync.wire import checksum, checksum_parts, copy_all, message_bytes, window
 
 if TYPE_CHECKING:
     from rl_actors.trainer.model import TrainerModel
 
 BUFFERS = 2
+Targets = dict[str, list[tuple[Part, torch.Tensor]]]
+"""For each parameter its rectangles that are sent, and where in the buffer each one goes."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class WeightSender:
         self._first_receiver = 0
         self._largest_round = 0
         self._kept: list[torch.Tensor | None] = [None] * BUFFERS
+        self._targets: dict[tuple[str, ...], Targets] = {}
 
     def describe(self) -> Holdings:
         """This rank's pieces."""
@@ -113,7 +116,11 @@ class WeightSender:
         if self._group is not None:
             leave_group(self._group.group_name)
             self._group = None
+        self._drop_buffers()
+
+    def _drop_buffers(self) -> None:
         self._kept = [None] * BUFFERS
+        self._targets.clear()
 
     def checksums(self, parts: tuple[Part, ...]) -> list[int]:
         """Of the base weights, rectangle by rectangle."""
@@ -132,7 +139,7 @@ class WeightSender:
         self._merger.gather()
         travelling: list[list[Pending]] = [[] for _ in range(BUFFERS)]
         if not self._group.keeps_buffers:
-            self._kept = [None] * BUFFERS
+            self._drop_buffers()
         buffers = self._kept
         sums: dict[tuple[int, int], torch.Tensor] = {}
         sent, merge_s, wait_s = 0, 0.0, 0.0
@@ -152,7 +159,7 @@ class WeightSender:
         peak = self._memory() - before if self._device.type == "cuda" else self._buffer_bytes(buffers)
         self._merger.release()
         if not self._group.keeps_buffers:
-            self._kept = [None] * BUFFERS
+            self._drop_buffers()
         totals = {key: int(total) for key, total in sums.items()}
         return SendReport(version, totals, sent, merge_s, wait_s, time.perf_counter() - started, peak)
 
@@ -166,26 +173,27 @@ class WeightSender:
         sizes = self._sizes(one)
         if buffer is None or buffer.numel() < sum(sizes):
             buffer = group.allocate(self._largest_round)
+            self._targets.clear()
         messages = list(buffer[: sum(sizes)].split(sizes))
-        targets = self._targets(one.messages, messages)
-        for name, tensor in self._values(one.params):
-            for part, target in targets[name]:
-                target.copy_(window(tensor, part.local))
+        for header, message in zip(one.messages, messages, strict=True):
+            message[header.numel * self._dtype.itemsize :].zero_()
+        if one.params not in self._targets:
+            self._targets[one.params] = self._lay_out(one.messages, messages)
+        targets = self._targets[one.params]
+        for values in self._values(one.params):
+            wanted = [(target, window(tensor, part.local)) for name, tensor in values for part, target in targets[name]]
+            copy_all(wanted)
         return buffer, messages
 
-    def _values(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _values(self, names: Sequence[str]) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Each parameter as the engines should have it: merged if it has an adapter, else as it is."""
-        yield from self._merger.merged([name for name in names if name in self._merger.shards])
-        yield from ((name, self._shards.tensors[name]) for name in names if name not in self._merger.shards)
+        yield from self._merger.merged_together([name for name in names if name in self._merger.shards])
+        yield [(name, self._shards.tensors[name]) for name in names if name not in self._merger.shards]
 
-    def _targets(
-        self, outgoing: tuple[Outgoing, ...], messages: list[torch.Tensor]
-    ) -> dict[str, list[tuple[Part, torch.Tensor]]]:
-        targets: dict[str, list[tuple[Part, torch.Tensor]]] = defaultdict(list)
+    def _lay_out(self, outgoing: tuple[Outgoing, ...], messages: list[torch.Tensor]) -> Targets:
+        targets: Targets = defaultdict(list)
         for header, message in zip(outgoing, messages, strict=True):
-            end = header.numel * self._dtype.itemsize
-            message[end:].zero_()
-            elements = message[:end].view(self._dtype)
+            elements = message[: header.numel * self._dtype.itemsize].view(self._dtype)
             offset = 0
             for part in header.parts:
                 numel = torch.Size(part.shape).numel()

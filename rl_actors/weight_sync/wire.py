@@ -26,6 +26,13 @@ def window(tensor: torch.Tensor, local: Slices) -> torch.Tensor:
     return tensor
 
 
+def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each (target, source) pair; thousands of experts cost a handful of kernels on a GPU."""
+    if pairs := list(pairs):
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources)
+
+
 def checksum(message: torch.Tensor) -> torch.Tensor:
     """int64 scalar, on the message's device: nothing waits for it.
 
