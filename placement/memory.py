@@ -22,7 +22,7 @@ MIB = 2**20
 CUDA_OVERHEAD_BYTES = 2 * GIB
 """CUDA context, NCCL buffers and what the allocator cannot use, per process."""
 ENGINE_ACTIVATION_BYTES = int(2.5 * GIB)
-LOGIT_CHUNK_BYTES = 3 * 1200 * MIB
+LOGIT_CHUNK_BYTES = 3 * 512 * 2**20
 """At work while log-probabilities are computed: the logits of one chunk of tokens (`rl_actors.trainer.logprobs`)."""
 OPTIMIZER_BYTES = 12
 """Per trained parameter: the float32 master copy and Adam's two moments, shared out over data parallel ranks."""

