@@ -42,7 +42,7 @@ $(STAMP): jobs/requirements/$(DEVICE).txt pyproject.toml
 	[ $(VENV) = .venv ] || { mkdir -p $(VENV); ln -sfn $(VENV) .venv; }; \
 	if uv --version >/dev/null 2>&1; then uv=uv; [ -x $(VENV_PYTHON) ] || uv venv -q --seed --clear --python "$$python" $(VENV); \
 	else [ -x $(VENV_PYTHON) ] || "$$python" -m venv $(VENV); $(VENV_PYTHON) -m pip install -q uv==$(UV_VERSION); uv=$(VENV)/bin/uv; fi; \
-	echo 'Installing the pinned packages into .venv (about 9 GB, a minute or two on a fast network)'; \
+	echo 'Installing the pinned packages into .venv and compiling their bytecode (about 9 GB; minutes on a slow network or a busy machine)'; \
 	"$$uv" pip install -q --python $(VENV_PYTHON) --no-deps --strict -r jobs/requirements/$(DEVICE).txt; \
 	"$$uv" pip install -q --python $(VENV_PYTHON) --no-deps --no-build-isolation -e .
 	@touch $@

@@ -45,6 +45,13 @@ def recipe_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def positive(text: str) -> int:
+    """Type of a command line's count."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def read_recipe(path: str, overrides: Sequence[str]) -> RunConfig:
     """Read a recipe; what it names `tiny:...` or `shape:...` is made if it is not there yet."""
     config = load_config(path, list(overrides))

@@ -32,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--base", type=Path, help="the base model's folder; by default the one it was trained from")
     arguments = parser.parse_args(argv)
     try:
+        if ":/" in str(arguments.out):
+            raise CheckpointError(f"--out {arguments.out} is not a folder of this machine: write there, then upload it")
         with tempfile.TemporaryDirectory(prefix="rl_actors-export-") as fetched:
             at_uri = "://" in arguments.checkpoint
             checkpoint = fetch(arguments.checkpoint, Path(fetched)) if at_uri else _resolve(Path(arguments.checkpoint))

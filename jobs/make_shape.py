@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jobs.cli import run
+from jobs.cli import positive, run
 from rl_actors.errors import ConfigError
 from rl_actors.paths import cache_path
 
@@ -65,7 +65,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m jobs.make_shape", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("name", help="such as qwen3-30b-a3b")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--layers", type=int, help="number of layers, if not the model's own")
+    parser.add_argument("--layers", type=positive, help="number of layers, if not the model's own")
     arguments = parser.parse_args()
     print(make_shape(arguments.name, arguments.out, arguments.layers))
     return 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from jobs.cli import connect, read_recipe, recipe_parser, run
 from rl_actors.config import RunConfig
+from rl_actors.driver.run_folder import only_writer
 from rl_actors.errors import ActorDiedError, ActorLateError, RLActorsError
 from rl_actors.preflight import Prepared, check_model, prepare
 
@@ -25,20 +26,25 @@ def main() -> int:
 
     configure_logging()
     prepared = prepare(read_recipe(arguments.config, arguments.overrides))
-    set_old_run_aside(prepared.config)
     dashboard = connect()
     check_cluster(prepared.config)
+    set_old_run_aside(prepared.config)
     logger.info("run folder: %s", prepared.config.run_path)
     train(prepared, dashboard)
     return 0
 
 
 def set_old_run_aside(config: RunConfig) -> None:
-    """With checkpoint.resume=never an earlier run of the same folder is kept under another name."""
+    """With checkpoint.resume=never an earlier run of the same folder is kept under another name.
+
+    Raises:
+        ConfigError: that run is still going on.
+    """
     folder = config.run_path
     if config.checkpoint.resume == "never" and folder.exists() and any(folder.iterdir()):
         aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
-        folder.rename(aside)
+        with only_writer(folder):
+            folder.rename(aside)
         logger.info("checkpoint.resume is never: the earlier run is now in %s", aside)
 
 

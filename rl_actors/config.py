@@ -7,6 +7,7 @@ Sizes that must agree with a model folder are checked in `rl_actors.preflight`.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -128,6 +129,10 @@ class LoraConfig(Section):
         canonical = info.data.get("variant") == "canonical_lora"
         fused_of = {part: fused for fused, parts in FUSED_PARTS.items() for part in parts}
         for pattern in patterns:
+            if not re.fullmatch(r"[\w.*]+", pattern):
+                raise ValueError(
+                    f"{pattern!r} is no module name: write letters, digits, _ and dots, with * for any text"
+                )
             name = pattern.rpartition(".")[2]
             ours = HUGGING_FACE_NAMES.get(name, name)
             if not canonical and ours in fused_of:

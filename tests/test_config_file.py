@@ -98,6 +98,8 @@ def test_a_value_that_cannot_work_is_named(recipe: Path, override: str) -> None:
 @pytest.mark.parametrize(
     ("lora", "sentence"),
     [
+        ("{targets: ['*[']}", r"'\*\[' is no module name"),
+        ("{exclude: ['']}", r"'' is no module name"),
         ("{targets: [q_proj]}", r"use linear_qkv, or linear_q with lora.variant=canonical_lora"),
         ("{targets: ['*.layers.0.*.up_proj']}", r"use linear_fc1, or linear_fc1_up with"),
         ("{targets: [o_proj]}", r"o_proj is Hugging Face's name: Megatron's is linear_proj"),

@@ -27,7 +27,7 @@ from unittest import mock
 import numpy as np
 import torch.distributed as dist
 
-from jobs.cli import local_folder, run
+from jobs.cli import local_folder, positive, run
 from placement.layout import MegatronLayout
 from rl_actors.config import LoraConfig, ModelConfig, TrainerConfig
 from rl_actors.trainer.model import Device, TrainerModel, build_model, init_distributed, prepare_process
@@ -56,12 +56,12 @@ class Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="shape:qwen3-30b-a3b", help="model folder, shape: or tiny: name")
-    parser.add_argument("--layers", type=int, default=4, help="layers of a shape: model")
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=1024, help="of each sequence")
-    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--layers", type=positive, default=4, help="layers of a shape: model")
+    parser.add_argument("--sequences", type=positive, default=16)
+    parser.add_argument("--tokens", type=positive, default=1024, help="of each sequence")
+    parser.add_argument("--rank", type=positive, default=32)
     parser.add_argument("--recompute", default="full", choices=["none", "selective", "full"])
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=positive, default=10)
     parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     arguments = parser.parse_args()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jobs.cli import connect, disconnect, read_recipe, recipe_parser, run
+from jobs.cli import connect, disconnect, positive, read_recipe, recipe_parser, run
 from jobs.train import check_cluster
 from rl_actors.errors import ConfigError, RLActorsError
 from rl_actors.preflight import Prepared, prepare
@@ -44,7 +44,7 @@ class Cycle:
 
 def main() -> int:
     parser = recipe_parser(__doc__ or "")
-    parser.add_argument("--cycles", type=int, default=20)
+    parser.add_argument("--cycles", type=positive, default=20)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     arguments = parser.parse_args()
     from rl_actors.tracking.console import configure_logging

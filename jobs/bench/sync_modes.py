@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jobs.bench.rounding import RoundingRow, rounding_rows
-from jobs.cli import connect, disconnect, read_recipe, run
+from jobs.cli import connect, disconnect, positive, read_recipe, run
 from jobs.train import check_cluster
 from rl_actors.config import RunConfig, SyncMode
 from rl_actors.preflight import Prepared, prepare
@@ -61,8 +61,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="*", help=f"recipe (default {RECIPE}) and overrides such as trainer.ep=2")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--syncs", type=int, default=5, help="syncs of each mode (default 5)")
-    parser.add_argument("--prompts", type=int, default=32, help="prompts, each sampled samples_per_prompt times")
+    parser.add_argument("--syncs", type=positive, default=5, help="syncs of each mode (default 5)")
+    parser.add_argument("--prompts", type=positive, default=32, help="prompts, each sampled samples_per_prompt times")
     parser.add_argument("--no-rounding", action="store_true", help="leave the study of bfloat16 rounding out")
     arguments = parser.parse_args()
     words = arguments.recipe

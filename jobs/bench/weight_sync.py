@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jobs.cli import connect, disconnect, read_recipe, run
+from jobs.cli import connect, disconnect, positive, read_recipe, run
 from jobs.train import check_cluster
 from rl_actors.config import RunConfig
 from rl_actors.preflight import check_model, with_absolute_paths
@@ -88,8 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", nargs="?", default=str(DEFAULT_RECIPE), help="recipe (default: the CPU one)")
     parser.add_argument("overrides", nargs="*", help="section.key=value, such as trainer.ep=2")
     parser.add_argument("--model", help="model folder, or shape:qwen3-30b-a3b (model.random_weights=true)")
-    parser.add_argument("--layers", type=int, help="cut the model to so many layers, with random weights")
-    parser.add_argument("--repeats", type=int, default=5, help="of each way (default 5)")
+    parser.add_argument("--layers", type=positive, help="cut the model to so many layers, with random weights")
+    parser.add_argument("--repeats", type=positive, default=5, help="of each way (default 5)")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     return parser
 

@@ -22,7 +22,16 @@ from typing import Any
 from pyarrow import ArrowException
 from pyarrow.fs import FileSelector, FileType, LocalFileSystem
 
-from rl_actors.driver.checkpoint_store import LATEST, MANIFEST, SCORE, CheckpointStore, Retention, Score, name_of
+from rl_actors.driver.checkpoint_store import (
+    LATEST,
+    MANIFEST,
+    SCORE,
+    SEALED,
+    CheckpointStore,
+    Retention,
+    Score,
+    name_of,
+)
 from rl_actors.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -109,16 +118,20 @@ class CheckpointStorage:
         Checkpoint(posixpath.join(self._root, name_of(step)), self._files).to_directory(str(folder))
 
     def _latest(self) -> int:
-        """The step that `latest` names, 0 if there is none."""
+        """The step that `latest` names, 0 if there is none; any step where it is damaged: all are verified anyway."""
         path = posixpath.join(self._root, LATEST)
         if self._files.get_file_info(path).type != FileType.File:
             return 0
-        return CheckpointStore.step_of(Path(self._get(path).decode()))
+        name = self._get(path).decode(errors="replace").strip()
+        if SEALED.fullmatch(name):
+            return CheckpointStore.step_of(Path(name))
+        logger.warning("%s/%s is damaged: the newest whole checkpoint there counts", self.uri, LATEST)
+        return max(self._steps(), default=0)
 
     def _steps(self) -> list[int]:
         infos = self._files.get_file_info(FileSelector(self._root, allow_not_found=True))
         names = [info.base_name for info in infos if info.type == FileType.Directory]
-        return [CheckpointStore.step_of(Path(name)) for name in names if name.startswith("step-")]
+        return [CheckpointStore.step_of(Path(name)) for name in names if SEALED.fullmatch(name)]
 
     def _score(self, step: int) -> Score | None:
         path = posixpath.join(self._root, name_of(step), SCORE)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST, SCORE, LATEST = "manifest.json", "score.json", "latest"
 _WRITING = ".writing-"
-_SEALED = re.compile(r"step-\d{6,}")
+SEALED = re.compile(r"step-\d{6,}")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of the sealed checkpoints, oldest first."""
-        return sorted(self.step_of(path) for path in self.folder.glob("step-*") if _SEALED.fullmatch(path.name))
+        return sorted(self.step_of(path) for path in self.folder.glob("step-*") if SEALED.fullmatch(path.name))
 
     @staticmethod
     def step_of(checkpoint: Path) -> int:
@@ -190,10 +190,12 @@ def verify(checkpoint: Path) -> None:
     path = checkpoint / MANIFEST
     try:
         manifest: Any = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {checkpoint} has no readable {MANIFEST}") from error
     if not isinstance(manifest, dict) or not manifest:
         raise CheckpointError(f"checkpoint {checkpoint} has an empty {MANIFEST}")
+    if any(not isinstance(entry, dict) or entry.keys() != Digest.__annotations__.keys() for entry in manifest.values()):
+        raise CheckpointError(f"checkpoint {checkpoint} has a damaged {MANIFEST}")
     for name, expected in manifest.items():
         file = checkpoint / name
         found = digest_of(file) if file.is_file() else None
@@ -206,7 +208,7 @@ def verify_or_offer(checkpoint: Path) -> None:
         verify(checkpoint)
     except CheckpointError as error:
         store = CheckpointStore(checkpoint.parent, keep_last=1)
-        if not _SEALED.fullmatch(checkpoint.name):
+        if not SEALED.fullmatch(checkpoint.name):
             raise
         for step in reversed([step for step in store.steps() if step < store.step_of(checkpoint)]):
             try:

@@ -63,7 +63,21 @@ class PeftFolder:
             ) from error
         self._keys = {key.removesuffix(".lora_A.weight") for key in self._file.keys() if ".lora_A." in key}  # noqa: SIM118
         self._check_kind()
+        self._check_tensors()
         self._whole = lru_cache(maxsize=4)(lambda key: self._file.get_tensor(key).float())
+
+    def _check_tensors(self) -> None:
+        """A and B of linears are all that is taken over; whatever else the folder holds would be lost."""
+        names = set(self._file.keys())
+        for name in sorted(names):
+            if ".lora_A." not in name and ".lora_B." not in name:
+                raise ConfigError(
+                    f"lora.init_from {self._folder} holds {name}, which is no A or B of a linear layer and cannot be "
+                    "taken over: start from an adapter of linear layers alone"
+                )
+            other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
+            if other not in names:
+                raise ConfigError(f"lora.init_from {self._folder} holds {name} but not {other}: bring the whole folder")
 
     @property
     def scale(self) -> float:

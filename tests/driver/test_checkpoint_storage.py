@@ -135,3 +135,18 @@ def test_a_bucket_that_is_not_there(s3: str) -> None:
         CheckpointStorage(
             f"s3://no-such-bucket/x?endpoint_override={s3}&scheme=http&region=us-east-1", "run", Retention(1)
         )
+
+
+def test_a_damaged_latest_and_a_strange_folder_stop_nothing(
+    tmp_path: Path, uri: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = CheckpointStore(tmp_path / "first", keep_last=9)
+    storage = CheckpointStorage(uri, "run", first.retention)
+    storage.upload(save(first, 1))
+    FileSystem.from_uri(uri)[0].create_dir(f"{FileSystem.from_uri(uri)[1]}/run/step-old")
+    storage.upload(save(first, 2))
+    spoil(uri, "latest")
+    other = CheckpointStore(tmp_path / "other", keep_last=9)
+    found = find_checkpoint(config_for(tmp_path, uri), other, CheckpointStorage(uri, "run", other.retention))
+    assert found == other.folder / "step-000002"
+    assert "latest is damaged" in caplog.text

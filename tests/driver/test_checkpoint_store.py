@@ -54,7 +54,16 @@ def unseal(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).unlink()
 
 
-@pytest.mark.parametrize("damage", [truncate, change, remove, unseal])
+def rename_a_key(checkpoint: Path) -> None:
+    manifest = checkpoint / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"bytes"', '"bxtes"', 1))
+
+
+def nest(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).write_text('{"state.json": null}')
+
+
+@pytest.mark.parametrize("damage", [truncate, change, remove, unseal, rename_a_key, nest])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(
     tmp_path: Path, damage, caplog: pytest.LogCaptureFixture
 ) -> None:

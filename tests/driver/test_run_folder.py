@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.train import set_old_run_aside
 from rl_actors.config import RunConfig
 from rl_actors.data.order import PromptOrder
 from rl_actors.driver.run_folder import only_writer, read_step, write_driver_state
@@ -24,6 +25,17 @@ def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> N
         raise AssertionError("two writers")
     with only_writer(tmp_path / "a run"):
         pass
+
+
+def test_a_run_that_goes_on_is_not_set_aside(tmp_path: Path) -> None:
+    config, _ = config_and_order(tmp_path / "a run", checkpoint={"resume": "never"})
+    with (
+        only_writer(config.run_path),
+        pytest.raises(ConfigError, match="belongs to a run that is going on"),
+    ):
+        set_old_run_aside(config)
+    set_old_run_aside(config)
+    assert not config.run_path.exists() and len(list(tmp_path.glob("a run.*"))) == 1
 
 
 def test_the_step_comes_back(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from rank_process import RankProcesses, with_layout
+from safetensors.torch import load_file, save_file
 from tiny_models import huggingface_logprobs, make_batch, save_tiny_model
 
 from placement.model_shape import ModelShape
@@ -154,11 +155,20 @@ def test_no_folder_another_model_and_damage(bases: dict[str, Path], tmp_path: Pa
     wider = ModelShape(**{**shape.__dict__, "hidden": 2 * shape.hidden})
     with pytest.raises(ConfigError, match=r"belongs to another model: model\.layers\.0\.self_attn\.q_proj"):
         PeftFolder(tmp_path, wider).check(LoraConfig(rank=12, alpha=24))
+    weights = tmp_path / "adapter_model.safetensors"
+    whole = load_file(weights)
+    save_file({**whole, "base_model.model.embed_tokens.lora_embedding_A": torch.zeros(2)}, weights)
+    with pytest.raises(ConfigError, match=r"holds base_model\.model\.embed_tokens.*cannot be taken over"):
+        PeftFolder(tmp_path, shape)
+    lost = next(name for name in whole if ".lora_B." in name)
+    save_file({name: tensor for name, tensor in whole.items() if name != lost}, weights)
+    with pytest.raises(ConfigError, match=r"lora_A.* but not .*lora_B"):
+        PeftFolder(tmp_path, shape)
+    save_file(whole, weights)
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "r": None}))
     with pytest.raises(ConfigError, match="has no r: it is no LoRA adapter"):
         PeftFolder(tmp_path, shape)
-    weights = tmp_path / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(ConfigError, match="is not a PEFT folder"):
         PeftFolder(tmp_path, shape)
