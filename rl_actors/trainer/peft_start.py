@@ -121,16 +121,24 @@ class PeftFolder:
             )
             other = "" if needed == largest else f", or lora.variant=canonical_lora with lora.rank={largest}"
             raise ConfigError(
-                f"lora.init_from {self._folder} needs lora.rank={needed} and lora.alpha={self.scale * needed:g}, not "
-                f"rank {lora.rank},{fused or ' as it was trained'}{other}"
+                f"lora.init_from {self._folder} needs lora.rank={needed} and "
+                f"{self._alpha_for(needed, lora.scaling)}, not rank {lora.rank},{fused or ' as it was trained'}{other}"
             )
         root = math.sqrt(lora.rank) if lora.scaling == "rslora" else lora.rank
         if not math.isclose(lora.alpha / root, self.scale, rel_tol=1e-6):
             raise ConfigError(
                 f"lora.alpha = {lora.alpha} with lora.rank = {lora.rank} scales adapters by {lora.alpha / root:g}"
-                f", those of lora.init_from {self._folder} are scaled by {self.scale:g}: use lora.alpha="
-                f"{self.scale * root:g}"
+                f", those of lora.init_from {self._folder} are scaled by {self.scale:g}: use "
+                f"{self._alpha_for(lora.rank, lora.scaling)}"
             )
+
+    def _alpha_for(self, rank: int, scaling: str) -> str:
+        """The setting that scales adapters of this rank as the folder's, if a whole alpha does."""
+        for other in (scaling, "standard", "rslora"):
+            alpha = self.scale * (math.sqrt(rank) if other == "rslora" else rank)
+            if alpha > 0.5 and math.isclose(alpha, round(alpha), rel_tol=1e-6):
+                return f"lora.alpha={round(alpha)}" + ("" if other == scaling else f" with lora.scaling={other}")
+        return f"a lora.rank at which a whole lora.alpha scales by {self.scale:g}"
 
     def pair(self, name: str, out: int, width: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """A [n, width] and B [out, n] of one of our adapters, float32, such that `scale * B @ A` is what PEFT adds.

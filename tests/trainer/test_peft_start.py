@@ -123,11 +123,33 @@ def test_the_first_step_is_what_peft_sees(
         ),
         ({"target_modules": ATTENTION}, {"rank": 12, "alpha": 24}, r"linear_fc1, which .* does not: leave linear_fc1"),
         ({}, {"variant": "canonical_lora", "rank": 4, "alpha": 4}, r"by 1, .* by 2: use lora\.alpha=8$"),
+        (
+            {"same_a": True, "use_rslora": True},
+            {"rank": 4, "alpha": 4},
+            r"use lora\.alpha=16$",
+        ),
+        (
+            {"same_a": True, "use_rslora": True, "lora_alpha": 7},
+            {"rank": 9, "alpha": 4},
+            r"whole lora\.alpha scales by 3\.5$",
+        ),
         ({}, {"variant": "dora"}, r"cannot start lora\.variant=dora"),
         ({"use_dora": True}, {}, "use_dora = True: only plain LoRA"),
         ({"modules_to_save": ["lm_head"]}, {}, r"modules_to_save = \['lm_head'\]"),
     ],
-    ids=["own A's", "rank", "alpha", "fewer targets", "more targets", "canonical", "to dora", "dora", "saved modules"],
+    ids=[
+        "own A's",
+        "rank",
+        "alpha",
+        "fewer targets",
+        "more targets",
+        "canonical",
+        "rslora",
+        "no whole alpha",
+        "to dora",
+        "dora",
+        "saved modules",
+    ],
 )
 def test_what_disagrees_is_one_sentence(
     bases: dict[str, Path], tmp_path: Path, peft: dict, lora: dict, sentence: str
