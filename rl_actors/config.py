@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -68,6 +69,8 @@ class ModelConfig(Section):
         return self
 
 
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Megatron's linears of a layer, and of an expert."""
 FUSED_PARTS = {
     "linear_qkv": ("linear_q", "linear_k", "linear_v"),
     "linear_fc1": ("linear_fc1_gate", "linear_fc1_up"),
@@ -94,12 +97,7 @@ class LoraConfig(Section):
     scaling: Literal["standard", "rslora"] = "standard"
     """The adapter's output is scaled with alpha / rank, or with alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    targets: Annotated[tuple[Text, ...], Field(min_length=1, validate_default=True)] = (
-        "linear_qkv",
-        "linear_proj",
-        "linear_fc1",
-        "linear_fc2",
-    )
+    targets: Annotated[tuple[Text, ...], Field(min_length=1, validate_default=True)] = LINEARS
     """Megatron-Core module names; wildcards such as `*.layers.0.*.linear_qkv` work. With `canonical_lora` the default
     is linear_q, linear_k, linear_v, linear_proj, linear_fc1_gate, linear_fc1_up and linear_fc2."""
     exclude: tuple[str, ...] = ()
@@ -147,6 +145,12 @@ class LoraConfig(Section):
                 )
             if ours != name:
                 raise ValueError(f"{name} is Hugging Face's name: Megatron's is {ours}")
+            plain = [
+                part for whole in LINEARS for part in (FUSED_PARTS.get(whole, (whole,)) if canonical else (whole,))
+            ]
+            if name == pattern and "*" not in name and name not in plain:
+                near = get_close_matches(name, plain, n=2, cutoff=0.4) or plain
+                raise ValueError(f"the model has no linear {name}: did you mean {' or '.join(near)}?")
         return patterns
 
     @field_validator("dropout", "share_expert_adapters")

@@ -190,6 +190,6 @@ def test_parts_are_chosen_by_name_layer_and_exclusion(rank_processes: RankProces
 
 
 def test_a_part_that_matches_nothing_is_named(rank_processes: RankProcesses, tiny_config: Any) -> None:
-    config = tiny_config("dense", lora={"variant": "canonical_lora", "targets": ("linear_kk",)})
-    with pytest.raises(RankFailed, match=r"ConfigError: lora.targets: 'linear_kk' matches no module.*linear_k\b"):
+    config = tiny_config("dense", lora={"variant": "canonical_lora", "targets": ("*.linear_kk",)})
+    with pytest.raises(RankFailed, match=r"ConfigError: lora.targets: '\*\.linear_kk' matches no module.*linear_k\b"):
         rank_processes.run(tasks.adapter_names, config)

@@ -42,8 +42,8 @@ def test_a_first_stage_without_adapters_trains(rank_processes: RankProcesses, ti
 
 
 def test_a_target_that_matches_nothing_is_named(rank_processes: RankProcesses, tiny_config: Any) -> None:
-    config = tiny_config("dense", lora={"targets": ("linear_qvk",)})
-    with pytest.raises(RankFailed, match=r"ConfigError: lora.targets: 'linear_qvk' matches no module.*linear_qkv"):
+    config = tiny_config("dense", lora={"targets": ("*.linear_qvk",)})
+    with pytest.raises(RankFailed, match=r"ConfigError: lora.targets: '\*\.linear_qvk' matches no module.*linear_qkv"):
         rank_processes.run(tasks.adapter_names, with_layout(config, pp=2))
 
 
