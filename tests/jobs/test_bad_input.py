@@ -85,7 +85,7 @@ def test_long_prompts_are_dropped_and_counted(tiny_moe: Path) -> None:
         ("rollout.tp=2", "needs GPUs"),
     ],
 )
-def test_the_job_says_it_with_exit_code_2_within_15_s(
+def test_the_job_says_it_with_exit_code_2_within_half_a_minute(
     tiny_moe: Path, tmp_path: Path, run_job: Callable, override: str, sentence: str
 ) -> None:
     data = f"data={{train: {json.dumps(str(tiny_moe / 'train.jsonl'))}}}"
@@ -96,4 +96,4 @@ def test_the_job_says_it_with_exit_code_2_within_15_s(
     assert done.returncode == 2, done.stderr
     assert sentence in done.stderr.strip().splitlines()[-1]
     assert not (tmp_path / "run").exists()
-    assert took < 15
+    assert took < 30
