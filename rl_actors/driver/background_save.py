@@ -77,9 +77,18 @@ class BackgroundSave:
             task.result()
 
     async def finish(self) -> None:
-        """Wait until nothing is being written. Raises CheckpointError if that save failed."""
+        """Wait until nothing is being written.
+
+        Raises:
+            CheckpointError: that save failed, or an upload hangs: it is not done in twice `timeouts.checkpoint_s`.
+        """
         if self._writing is not None:
-            await asyncio.wait([self._writing])
+            limit_s = 2 * self._config.timeouts.checkpoint_s
+            done, _ = await asyncio.wait([self._writing], timeout=limit_s)
+            if not done:
+                self._writing = None
+                where = f"written and uploaded to {self._storage.uri}" if self._storage else "written"
+                raise CheckpointError(f"a checkpoint was not {where} within {limit_s:g} s (2 x timeouts.checkpoint_s)")
         self.check()
 
     async def settle(self) -> None:

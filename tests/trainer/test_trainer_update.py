@@ -67,6 +67,8 @@ def test_cuts_do_not_change_the_update(rank_processes: RankProcesses, tiny_confi
             difference = np.linalg.norm(np.concatenate([part.ravel() for part in differences]))
             # The sums of float32 have another order; about 1e-6 is what that makes.
             assert difference <= 3e-6 * np.linalg.norm(whole)
+            for name, part in zip(expected["gradients"], differences, strict=True):
+                assert np.linalg.norm(part) <= 1e-5 * np.linalg.norm(expected["gradients"][name]), name
             for name, value in expected["metrics"].items():
                 close = 1e-6 if name == "loss" else 5e-6
                 assert found["metrics"][name] == pytest.approx(value, rel=close, abs=1e-7), name
