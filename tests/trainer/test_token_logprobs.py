@@ -110,7 +110,7 @@ def test_a_trained_output_layer_is_refused() -> None:
 
 
 def test_adapters_on_the_output_layer_are_refused(rank_processes: RankProcesses, tiny_config: Any) -> None:
-    config = tiny_config("dense", lora={"targets": ["linear_qkv", "output_layer"]})
+    config = tiny_config("dense", lora={"targets": ["linear_qkv", "*output_layer"]})
     with pytest.raises(RankFailed, match=r"ConfigError: lora\.targets reach the output layer"):
         rank_processes.run(tasks.adapter_names, config)
 
