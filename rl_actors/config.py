@@ -342,9 +342,9 @@ class SyncConfig(Section):
     mode: SyncMode = "merged"
     """What engines get after an update: "merged" weights W + (alpha / rank) B A, or as "adapter" A and B alone, for
     vLLM's own LoRA. Adapters are far fewer bytes and nothing is rounded into W; merged weights sample faster."""
-    transport: Literal["auto", "nccl", "gloo", "cuda_ipc"] = "auto"
-    """What moves them; "auto" is NCCL between GPUs, "cuda_ipc" (engines map the trainer's memory) on
-    colocated GPUs, and gloo on CPU. Gloo works everywhere, between GPUs slowly: through host memory."""
+    transport: Literal["auto", "nccl", "gloo", "cuda_ipc", "shared_memory"] = "auto"
+    """What moves them; "auto" is NCCL between GPUs, and where engines can map the trainer's memory "cuda_ipc"
+    (colocated GPUs) or "shared_memory" (CPU). Gloo works everywhere, between GPUs slowly: through host memory."""
     bucket_mib: PositiveInt = 256
     """They travel in buffers of this size; it bounds the extra memory of a sync."""
 

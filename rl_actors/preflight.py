@@ -21,6 +21,7 @@ from rl_actors.paths import input_path, output_path
 from rl_actors.rewards.registry import resolve
 from rl_actors.types import Prompt
 from rl_actors.weight_sync.slot_rank import SLOT_RANKS, slot_rank
+from rl_actors.weight_sync.transport import choose_transport
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,9 @@ def _check_sizes(config: RunConfig, shape: ModelShape) -> None:
         )
     if config.sync.mode == "adapter":
         _check_adapter_mode(config)
+    if config.placement.device != "auto":
+        device = "cpu" if config.placement.device == "cpu" else "cuda"
+        choose_transport(config.sync.transport, device, config.placement.colocate)
     if config.placement.device == "cpu" and config.rollout.sleep != "never":
         raise ConfigError(
             f"rollout.sleep is {config.rollout.sleep} and on CPU an engine keeps its memory: set it to never"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from jobs.bench.spread import BUFFERS, expect, finish, spread
-from rl_actors.rollout.receiver import WeightReceiver, _Arrival
+from rl_actors.rollout.receiver import Placing, WeightReceiver
 from rl_actors.weight_sync import shards
 from rl_actors.weight_sync.collective import CollectiveGroup, Pending, join_group, leave_group
 from rl_actors.weight_sync.holdings import Holdings
@@ -141,7 +141,7 @@ class BroadcastReceiver(WeightReceiver):
         """Returns the bytes received."""
         group = self._group
         assert group is not None
-        arrival = _Arrival(self._modules, self._incoming)
+        placing = Placing(self._modules, self._incoming)
         buffers = [torch.empty(self._largest, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
         coming = [self._post(number, buffers, group) for number in range(min(BUFFERS, len(self._stream)))]
         received = 0
@@ -152,12 +152,12 @@ class BroadcastReceiver(WeightReceiver):
             for offset, part, source, target in takes:
                 values = message.view(self._dtype)[offset : offset + volume(part.local)].view(part.shape)
                 taken = window(values, source).reshape(-1)
-                arrival.place(Incoming(0, number, (target,), taken.numel()), taken)
+                placing.place(Incoming(0, number, (target,), taken.numel()), taken)
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
             if number + BUFFERS < len(self._stream):
                 coming.append(self._post(number + BUFFERS, buffers, group))
-        arrival.check_complete()
+        placing.check_complete()
         return received
 
     @property

@@ -11,7 +11,8 @@ from jobs.bench.library_path import LibraryReceiver, LibrarySender, buckets
 from jobs.bench.members import Ranks, Workers
 from rl_actors.config import RunConfig
 from rl_actors.driver.pools import Pools
-from rl_actors.weight_sync.sync import TrainerMembers, choose_transport
+from rl_actors.weight_sync.sync import TrainerMembers
+from rl_actors.weight_sync.transport import choose_transport
 
 
 class SyncPath(Protocol):

@@ -1,7 +1,8 @@
 """The engine worker's side of a weight sync; it lives inside each vLLM worker.
 
 `call_receiver` is what the engine runs on its workers (`apply_model`) between two steps while it is paused. Extra
-memory is two message buffers, and for modules that must go through vLLM's layerwise reload one module in model form.
+memory is two message buffers, or none where the sender's memory is mapped, and for modules that must go through vLLM's
+layerwise reload one module in model form.
 
 Invariant: `receive` acknowledges only after every message is in its place. Until the driver has seen matching
 checksums from all workers the engine stays paused, so half-written weights are never served.
@@ -9,7 +10,9 @@ checksums from all workers the engine stays paused, so half-written weights are 
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +21,9 @@ import torch
 from torch import nn
 
 from rl_actors.errors import SyncError
-from rl_actors.weight_sync.collective import CollectiveGroup, Pending, join_group, leave_group
+from rl_actors.weight_sync.collective import Arrival, CollectiveGroup, join_group, leave_group
 from rl_actors.weight_sync.holdings import Holdings
+from rl_actors.weight_sync.ipc_memory import place
 from rl_actors.weight_sync.lora_slot import SlotModule, slot_of
 from rl_actors.weight_sync.plan import Incoming, Part
 from rl_actors.weight_sync.vllm_shards import WorkerModule, try_direct, worker_modules
@@ -82,6 +86,7 @@ class WeightReceiver:
             fixed=[piece for one in base if one.readable for piece in one.pieces],
             dtype=self._dtype,
             device=self._device.type,
+            place=place(self._device.type),
             unread=[f"{one.name}.{name}" for one in base if not one.readable for name in one.shapes],
         )
 
@@ -122,38 +127,31 @@ class WeightReceiver:
         if group is None:
             raise SyncError("this engine worker is in no sync group: the driver must set it up first")
         started = time.perf_counter()
-        arrival = _Arrival(self._modules, self._incoming)
-        posted: list[tuple[Incoming, torch.Tensor, Pending]] = []
-        free: list[torch.Tensor | None] = [None] * BUFFERS
+        placing = Placing(self._modules, self._incoming)
+        posted: deque[tuple[Incoming, Arrival]] = deque()
+        spare: list[torch.Tensor] = []
         upcoming = iter(self._incoming)
         sums: dict[tuple[int, int], torch.Tensor] = {}
 
-        def post() -> None:
-            header = next(upcoming, None)
-            if header is None:
-                return
-            size = message_bytes(header.numel, self._dtype)
-            buffer = free.pop()
-            if buffer is None or buffer.numel() < size:
-                buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-            posted.append((header, buffer, group.irecv(buffer[:size], header.sender, header.tag)))
+        def post(count: int) -> None:
+            for header in itertools.islice(upcoming, count):
+                size = message_bytes(header.numel, self._dtype)
+                posted.append((header, group.expect(size, header.sender, header.tag, spare)))
 
-        for _ in range(BUFFERS):
-            post()
+        post(BUFFERS)
         received = 0
         while posted:
-            header, buffer, pending = posted.pop(0)
-            pending.wait()
-            message = buffer[: message_bytes(header.numel, self._dtype)]
+            header, arrival = posted.popleft()
+            message = arrival.wait()
             received += message.numel()
             sums[header.sender, header.tag] = checksum(message)
-            arrival.place(header, message[: header.numel * self._dtype.itemsize].view(self._dtype))
-            free.append(buffer)
-            post()
-        arrival.check_complete()
+            placing.place(header, message[: header.numel * self._dtype.itemsize].view(self._dtype))
+            arrival.release()
+            post(1)
+        placing.check_complete()
         totals = {key: int(total) for key, total in sums.items()}
         seconds = time.perf_counter() - started
-        return ReceiveReport(version, totals, received, seconds, arrival.reloaded, arrival.written)
+        return ReceiveReport(version, totals, received, seconds, placing.reloaded, placing.written)
 
     def _parameter(self, name: str) -> torch.Tensor:
         module, _, leaf = name.rpartition(".")
@@ -170,7 +168,7 @@ class WeightReceiver:
         return {f"{kind[0].__name__} {dict(kind[2])}": direct for kind, direct in known.items()}
 
 
-class _Arrival:
+class Placing:
     """One sync's values on their way into the modules."""
 
     def __init__(self, modules: Mapping[str, WorkerModule | SlotModule], incoming: tuple[Incoming, ...]) -> None:
@@ -180,6 +178,12 @@ class _Arrival:
             for part in header.parts:
                 name = part.param.rpartition(".")[0]
                 self._missing[name] = self._missing.get(name, 0) + torch.Size(part.shape).numel()
+        self._filled = {
+            name
+            for name, numel in self._missing.items()
+            if isinstance(one := modules[name], WorkerModule)
+            and numel == sum(torch.Size(shape).numel() for shape in one.shapes.values())
+        }
         self._staged: dict[str, dict[str, torch.Tensor]] = {}
         self.reloaded = self.written = 0
 
@@ -212,8 +216,9 @@ class _Arrival:
             return one.tensor(leaf)
         staged = self._staged.setdefault(name, {})
         if leaf not in staged:
-            # Zeros: what no Hugging Face tensor fills is padding.
-            staged[leaf] = torch.zeros(one.shapes[leaf], dtype=values.dtype, device=values.device)
+            # What no Hugging Face tensor fills is padding, of zeros.
+            make = torch.empty if name in self._filled else torch.zeros
+            staged[leaf] = make(one.shapes[leaf], dtype=values.dtype, device=values.device)
         return staged[leaf]
 
     def _finish(self, name: str) -> None:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from rl_actors.config import RunConfig
 from rl_actors.errors import ConfigError
 from rl_actors.rollout import sleep
-from rl_actors.rollout.cpu_experts import lend_expert_lora
 from rl_actors.rollout.samples import Sample, Sampling, sample_seed
 from rl_actors.rollout.vllm_settings import Device, engine_arguments, prepare_process
 from rl_actors.types import Prompt
@@ -42,6 +41,8 @@ class VllmCore:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if device == "cpu" and config.sync.mode == "adapter":
+            from rl_actors.rollout.cpu_experts import lend_expert_lora
+
             lend_expert_lora()
         self.name = name
         self.version = version

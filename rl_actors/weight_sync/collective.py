@@ -35,6 +35,7 @@ from ray.util.collective.types import (
 
 from rl_actors.errors import SyncError
 from rl_actors.weight_sync.process_groups import make_gloo, make_nccl, watch_gloo, watch_nccl
+from rl_actors.weight_sync.transport import MAPPING
 
 BACKEND = "RL_ACTORS"
 IPC_BACKEND = "RL_ACTORS_IPC"
@@ -79,9 +80,9 @@ def join_group(
     Args:
         device: "cpu", or "cuda" (the process's current device).
         timeout_s: bound of the joining itself and of every later wait.
-        transport: "gloo" (tensors on a GPU go through host memory), "nccl" or "cuda_ipc" (`ipc.IpcGroup`); "auto" is
-            gloo on CPU and NCCL on GPU.
-        place: where this member's memory is, for `cuda_ipc`; None is the truth (`ipc_memory.place`).
+        transport: "gloo" (tensors on a GPU go through host memory), "nccl", or one of MAPPING (`ipc.IpcGroup`); "auto"
+            is gloo on CPU and NCCL on GPU.
+        place: where this member's memory is, for those that map it; None is the truth (`ipc_memory.place`).
 
     Raises:
         SyncError: somebody did not come, naming the missing ranks.
@@ -91,7 +92,7 @@ def join_group(
     if transport == "auto":
         transport = "nccl" if device == "cuda" else "gloo"
     _settings[group_name] = GroupSettings(device, timeout_s, transport, place)
-    backend = IPC_BACKEND if transport == "cuda_ipc" else BACKEND
+    backend = IPC_BACKEND if transport in MAPPING else BACKEND
     ray_collective.init_collective_group(world_size, rank, cast(Any, backend), group_name)
     return ray_collective.get_group_handle(group_name)
 
@@ -128,6 +129,22 @@ class Pending:
     def wait(self) -> None:
         """Raises SyncError at the group's timeout, on a lost peer, or after an abort."""
         self._group._wait(self._work, self._what)
+
+
+class Arrival:
+    """A message under way to this member, in a buffer that `spare` has again after `release`."""
+
+    def __init__(self, pending: Pending, buffer: torch.Tensor, nbytes: int, spare: list[torch.Tensor]) -> None:
+        self._pending, self._buffer, self._nbytes, self._spare = pending, buffer, nbytes, spare
+
+    def wait(self) -> torch.Tensor:
+        """Its bytes, which stay as they are until `release`. Raises SyncError as `Pending.wait` does."""
+        self._pending.wait()
+        return self._buffer[: self._nbytes]
+
+    def release(self) -> None:
+        """The message has been read; where its bytes are the sender's own memory, the sender is told."""
+        self._spare.append(self._buffer)
 
 
 class _HostReceive(Pending):
@@ -185,6 +202,13 @@ class CollectiveGroup(BaseGroup):
         target = _pinned_like(tensor) if self._by_host else tensor
         arrival = self._start(lambda pg: pg.recv([target], sender, tag), f"receiving from rank {sender}")
         return _HostReceive(arrival, target, tensor) if self._by_host else arrival
+
+    def expect(self, nbytes: int, sender: int, tag: int, spare: list[torch.Tensor]) -> Arrival:
+        """Start receiving a message where it costs least: in a `spare` buffer or a new one, if not in the sender's."""
+        buffer = spare.pop() if spare else None
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return Arrival(CollectiveGroup.irecv(self, buffer[:nbytes], sender, tag), buffer, nbytes, spare)
 
     def ibroadcast(self, tensor: torch.Tensor, root: int) -> Pending:
         """Start sending `tensor` of `root` to everybody."""

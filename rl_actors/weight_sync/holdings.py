@@ -15,6 +15,7 @@ import torch
 from rl_actors.errors import SyncError
 from rl_actors.weight_sync import shards
 from rl_actors.weight_sync.factors import factors_of
+from rl_actors.weight_sync.ipc_memory import place
 from rl_actors.weight_sync.lora_slot import factor_name
 from rl_actors.weight_sync.shards import Box, Heads, Piece
 
@@ -32,6 +33,7 @@ class Holdings:
         fixed: of all other parameters whose values can be read, for the check at the start.
         dtype: of the weights.
         device: "cpu" or "cuda", where they are.
+        place: "node/GPU UUID" or "node/cpu".
         unread: names of parameters that cannot be compared.
     """
 
@@ -39,6 +41,7 @@ class Holdings:
     fixed: list[Piece]
     dtype: torch.dtype
     device: str
+    place: str
     unread: list[str] = field(default_factory=list)
 
 
@@ -69,13 +72,13 @@ class TrainerShards:
             adapted += self._factors(adapter, base) if self._send_factors else base
             fixed += base if self._send_factors else []
         unread: list[str] = []
-        for name, parameter, place in self._others():
-            pieces = self._pieces(name, name, parameter, *place)
+        for name, parameter, where in self._others():
+            pieces = self._pieces(name, name, parameter, *where)
             self.tensors[name] = parameter
             fixed += pieces or []
             unread += [name] if pieces is None else []
-        dtype = self._model.config.params_dtype
-        return Holdings(adapted, fixed, dtype, self._model.torch_device.type, unread)
+        device = self._model.torch_device.type
+        return Holdings(adapted, fixed, self._model.config.params_dtype, device, place(device), unread)
 
     def _adapted(self, adapter: AdapterShard) -> list[Piece]:
         where = adapter.base_slice

@@ -1,15 +1,16 @@
 """A collective group whose members hand each other memory instead of sending bytes.
 
-It is for trainer ranks and engine workers that share GPUs, where NCCL refuses (it takes one rank for each GPU).
+It is for trainer ranks and engine workers that share GPUs, where NCCL refuses (it takes one rank for each GPU), and for
+CPU processes of one node.
 
     sender: pack -> stream synchronised -> "buffer 1, bytes 0 to n"       wait() returns, buffer is free
-    receiver:                                  map once, copy, synchronise -> "copied"
+    receiver:                                  map once, read, synchronise -> "read"
 
 Notices and acknowledgements are small gloo messages, so timeouts, aborts and lost peers end a wait as in any group.
-Each pair takes the best way there is: one GPU; two GPUs of a node, mapped through peer access; otherwise, between nodes
-or where mapping fails, gloo and pinned host memory.
+Each pair takes the best way there is: shared memory of a node's CPU processes; one GPU; two GPUs of a node, mapped
+through peer access; otherwise, between nodes or where mapping fails, gloo, from a GPU through pinned host memory.
 
-Invariant: a sender's wait ends only after the receiver's copy is complete on its device.
+Invariant: a sender's wait ends only after the receiver's reading is complete on its device.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from dataclasses import dataclass
 import torch
 
 from rl_actors.weight_sync import ipc_memory
-from rl_actors.weight_sync.collective import IPC_BACKEND, CollectiveGroup, Pending
+from rl_actors.weight_sync.collective import IPC_BACKEND, Arrival, CollectiveGroup, Pending
 from rl_actors.weight_sync.ipc_memory import Handle
 
 log = logging.getLogger(__name__)
 
 NOTICE_BYTES = 2048
 """A notice is padded to this size: gloo's receiver must know it beforehand. A CUDA handle takes about 600."""
-COPIED, UNMAPPABLE = 1, 2
+READ, UNMAPPABLE = 1, 2
 NOTICE, ANSWER, BYTES, TAGS = 0, 1, 2, 3
 """The three kinds of gloo messages of one of ours, on tags of their own."""
 
 ONE_DEVICE, ONE_NODE, HOST = "cuda_ipc on one GPU", "cuda_ipc between GPUs of a node", "gloo through host memory"
+SHARED, NETWORK = "shared memory", "gloo"
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,12 @@ class IpcGroup(CollectiveGroup):
         return IPC_BACKEND
 
     def link(self, rank: int) -> str:
-        mine, theirs = self.place, self._places[rank]
-        if mine == theirs:
-            return ONE_DEVICE
-        return ONE_NODE if mine.partition("/")[0] == theirs.partition("/")[0] else HOST
+        (node, device), (other_node, other_device) = (one.split("/") for one in (self.place, self._places[rank]))
+        if self.transport == "shared_memory":
+            return SHARED if node == other_node else NETWORK
+        if node != other_node:
+            return HOST
+        return ONE_DEVICE if device == other_device else ONE_NODE
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return ipc_memory.allocate(nbytes, self.device)
@@ -79,7 +83,7 @@ class IpcGroup(CollectiveGroup):
     def isend(self, tensor: torch.Tensor, receiver: int, tag: int = 0) -> Pending:
         """Tell the receiver that `tensor`, a part of an `allocate`d buffer, may be copied."""
         what = f"handing memory to rank {receiver}"
-        if self.link(receiver) == HOST:
+        if not self._maps(receiver):
             return self._isend_bytes(tensor, receiver, tag)
         try:
             ipc_memory.finish(self.device)
@@ -93,13 +97,17 @@ class IpcGroup(CollectiveGroup):
 
     def irecv(self, tensor: torch.Tensor, sender: int, tag: int = 0) -> Pending:
         """Expect a message; it is copied into `tensor` when it is waited for."""
-        if self.link(sender) == HOST:
-            return super().irecv(tensor, sender, tag * TAGS + BYTES)
+        return _Taking(self.expect(tensor.nbytes, sender, tag, []), tensor)
+
+    def expect(self, nbytes: int, sender: int, tag: int, spare: list[torch.Tensor]) -> Arrival:
+        """Expect a message; its bytes are the sender's own memory if that can be mapped."""
+        if not self._maps(sender):
+            return self._expect_bytes(nbytes, sender, tag, spare)
         notice = torch.zeros(NOTICE_BYTES, dtype=torch.uint8)
         arriving = self._start(
             lambda pg: pg.recv([notice], sender, tag * TAGS + NOTICE), f"waiting for memory of rank {sender}"
         )
-        return _Taking(arriving, lambda: self._take(_from_bytes(notice), tensor, sender, tag))
+        return _Lent(self, arriving, notice, nbytes, sender, tag, spare)
 
     def destroy_group(self) -> None:
         for held in (self._exported, self._handles, self._mapped):
@@ -118,25 +126,30 @@ class IpcGroup(CollectiveGroup):
         offset = tensor.data_ptr() - storage.data_ptr()
         return Notice(number, offset, tensor.nbytes, self._handles[number, receiver])
 
-    def _take(self, notice: Notice, tensor: torch.Tensor, sender: int, tag: int) -> None:
-        what = f"copying memory of rank {sender}"
-        if notice.nbytes != tensor.nbytes:
-            raise self._failed(what, f"{notice.nbytes} bytes came, {tensor.nbytes} were expected")
+    def _maps(self, rank: int) -> bool:
+        return self.link(rank) not in (HOST, NETWORK)
+
+    def _expect_bytes(self, nbytes: int, sender: int, tag: int, spare: list[torch.Tensor]) -> Arrival:
+        return super().expect(nbytes, sender, tag * TAGS + BYTES, spare)
+
+    def _answer(self, answer: int, sender: int, tag: int) -> None:
+        message = torch.tensor([answer], dtype=torch.uint8)
+        what = f"answering rank {sender}"
+        self._start(lambda pg: pg.send([message], sender, tag * TAGS + ANSWER), what).wait()
+
+    def _read(self, notice: Notice, nbytes: int, sender: int) -> torch.Tensor | None:
+        """The message in the sender's memory; None if that cannot be mapped."""
+        what = f"reading memory of rank {sender}"
+        if notice.nbytes != nbytes:
+            raise self._failed(what, f"{notice.nbytes} bytes came, {nbytes} were expected")
         try:
             source = self._map(notice, sender)
-            if source is not None:
-                message = source[notice.offset : notice.offset + notice.nbytes]
-                tensor.copy_(message.view(tensor.dtype).view(tensor.shape))
-                ipc_memory.finish(self.device)
         except RuntimeError as error:
             raise self._failed(what, str(error)) from error
-        answer = torch.tensor([UNMAPPABLE if source is None else COPIED], dtype=torch.uint8)
-        self._start(lambda pg: pg.send([answer], sender, tag * TAGS + ANSWER), what).wait()
-        if source is None:
-            super().irecv(tensor, sender, tag * TAGS + BYTES).wait()
+        return None if source is None else source[notice.offset : notice.offset + nbytes]
 
     def _map(self, notice: Notice, sender: int) -> torch.Tensor | None:
-        """The sender's buffer; None if it lies on another GPU and that GPU's memory cannot be mapped."""
+        """The sender's buffer; None if it cannot be mapped. Raises RuntimeError if it lies on this very GPU."""
         if sender in self._unmappable:
             return None
         key = (sender, notice.buffer)
@@ -146,7 +159,7 @@ class IpcGroup(CollectiveGroup):
             except RuntimeError as error:
                 if self.link(sender) == ONE_DEVICE:
                     raise
-                log.warning("memory of rank %d on another GPU goes through the host: %s", sender, error)
+                log.warning("memory of rank %d cannot be mapped and comes over gloo: %s", sender, error)
                 self._unmappable.add(sender)
                 return None
         return self._mapped[key]
@@ -169,15 +182,53 @@ class _Handing(Pending):
             self._send_bytes().wait()
 
 
-class _Taking(Pending):
-    """Done when the copy is complete and acknowledged."""
+class _Lent(Arrival):
+    """A message in the sender's memory. If that cannot be mapped, the bytes are asked for, and come into a buffer."""
 
-    def __init__(self, arriving: Pending, take: Callable[[], None]) -> None:
-        self._arriving, self._take = arriving, take
+    def __init__(
+        self,
+        group: IpcGroup,
+        arriving: Pending,
+        notice: torch.Tensor,
+        nbytes: int,
+        sender: int,
+        tag: int,
+        spare: list[torch.Tensor],
+    ) -> None:
+        self._group, self._arriving, self._notice, self._nbytes = group, arriving, notice, nbytes
+        self._sender, self._tag, self._spare = sender, tag, spare
+        self._sent_instead: Arrival | None = None
+
+    def wait(self) -> torch.Tensor:
+        self._arriving.wait()
+        message = self._group._read(_from_bytes(self._notice), self._nbytes, self._sender)
+        if message is not None:
+            return message
+        self._group._answer(UNMAPPABLE, self._sender, self._tag)
+        self._sent_instead = self._group._expect_bytes(self._nbytes, self._sender, self._tag, self._spare)
+        return self._sent_instead.wait()
+
+    def release(self) -> None:
+        if self._sent_instead is not None:
+            self._sent_instead.release()
+            return
+        try:
+            ipc_memory.finish(self._group.device)
+        except RuntimeError as error:
+            raise self._group._failed(f"reading memory of rank {self._sender}", str(error)) from error
+        self._group._answer(READ, self._sender, self._tag)
+
+
+class _Taking(Pending):
+    """Done when the message is copied and the sender knows."""
+
+    def __init__(self, arrival: Arrival, target: torch.Tensor) -> None:
+        self._arrival, self._target = arrival, target
 
     def wait(self) -> None:
-        self._arriving.wait()
-        self._take()
+        message = self._arrival.wait()
+        self._target.copy_(message.view(self._target.dtype).view(self._target.shape))
+        self._arrival.release()
 
 
 def _to_bytes(notice: Notice) -> torch.Tensor:

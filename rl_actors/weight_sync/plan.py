@@ -1,8 +1,9 @@
 """Who sends which rectangle to whom, made once from what both sides hold. Pure.
 
 Every trainer rank lists the pieces its shards hold, every engine worker those of its parameters. A transfer is the
-intersection of two boxes; it goes from shard to shard, and no rank ever gathers a tensor. Replicas (data-parallel
-ranks, norms held by all) share the sending: each parameter has one owner, chosen so that all send alike much.
+intersection of two boxes; it goes from shard to shard, and no rank ever gathers a tensor. A parameter that several
+ranks hold (data-parallel replicas) comes to each worker from a rank that is near: on its GPU, else on its node. Ranks
+that are equally near share the sending, so that all send alike much.
 
 Transfers are packed into messages, and a sender's messages into rounds of about one bucket. Invariants, checked here:
 no element of a receiver is written twice, every element of a tensor that the trainer adapts is written once, and the
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rl_actors.errors import SyncError
-from rl_actors.weight_sync.shards import Piece, Slices, intersect, locate, volume
+from rl_actors.weight_sync.shards import Box, Piece, Slices, intersect, locate, volume
 
 ALIGNMENT = 16
 """Messages start and end at multiples of this many bytes, so that they can be read as integers for checksums."""
@@ -85,11 +86,31 @@ class _Transfer:
     numel: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """A distinct parameter of the trainer: for each rank that holds it, its piece of each box."""
+
+    copies: dict[int, dict[Box, Piece]]
+
+    @property
+    def boxes(self) -> list[Box]:
+        return list(next(iter(self.copies.values())))
+
+    @property
+    def numel(self) -> int:
+        return sum(volume(box.slices) for box in self.boxes)
+
+    def name(self, rank: int) -> str:
+        """What a rank calls it."""
+        return next(iter(self.copies[rank].values())).param
+
+
 def make_plan(
     trainer: Sequence[Sequence[Piece]],
     workers: Sequence[Sequence[Piece]],
     engines: Sequence[int],
     bucket_numel: int,
+    places: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> SyncPlan:
     """Plan the transfers of every tensor that the trainer lists.
 
@@ -98,62 +119,88 @@ def make_plan(
         workers: pieces of each engine worker.
         engines: the engine that each worker belongs to.
         bucket_numel: elements of one round; a parameter that is larger gets a round of its own.
+        places: "node/GPU" of each rank and of each worker; None if all are equally near.
 
     Raises:
         SyncError: a tensor is missing, covered twice or not wholly, on either side.
     """
-    owned = _owned(trainer)
-    names = {piece.box.name for _, pieces in owned for piece in pieces}
-    _check_engines(owned, workers, engines)
-    sources = _by_name(owned)
+    parameters = _parameters(trainer)
+    sources = _by_name(parameters)
+    _check_engines(sources, workers, engines)
+    senders = _senders(parameters, *(places or ([""] * len(trainer), [""] * len(workers))))
     transfers: list[_Transfer] = []
     for receiver, pieces in enumerate(workers):
         for piece in pieces:
-            if piece.box.name in names:
-                transfers += _cover(piece, receiver, sources[piece.box.name])
-    return _pack(transfers, len(trainer), len(workers), bucket_numel, owned, len(names))
+            if piece.box.name in sources:
+                near = [
+                    (rank, parameters[index].copies[rank][box])
+                    for index, box in sources[piece.box.name]
+                    for rank in (senders[index][receiver],)
+                ]
+                transfers += _cover(piece, receiver, near)
+    sizes: list[dict[str, int]] = [{} for _ in trainer]
+    for parameter, of_workers in zip(parameters, senders, strict=True):
+        for rank in set(of_workers):
+            sizes[rank][parameter.name(rank)] = parameter.numel
+    return _pack(transfers, sizes, len(workers), bucket_numel, len(sources))
 
 
-def _owned(trainer: Sequence[Sequence[Piece]]) -> list[tuple[int, list[Piece]]]:
-    """Each distinct parameter once, with the rank that sends it: the one among its holders with least so far."""
-    holders: dict[tuple, list[tuple[int, list[Piece]]]] = defaultdict(list)
+def _parameters(trainer: Sequence[Sequence[Piece]]) -> list[_Parameter]:
+    found: dict[frozenset[Box], _Parameter] = {}
     for rank, pieces in enumerate(trainer):
-        by_param: dict[str, list[Piece]] = defaultdict(list)
+        by_name: dict[str, dict[Box, Piece]] = defaultdict(dict)
         for piece in pieces:
-            by_param[piece.param].append(piece)
-        for own in by_param.values():
-            holders[tuple(sorted((piece.box.name, piece.box.slices) for piece in own))].append((rank, own))
-    load = [0] * len(trainer)
-    owned = []
-    for copies in holders.values():
-        rank, pieces = min(copies, key=lambda copy: (load[copy[0]], copy[0]))
-        load[rank] += sum(volume(piece.local) for piece in pieces)
-        owned.append((rank, pieces))
-    return owned
+            by_name[piece.param][piece.box] = piece
+        for own in by_name.values():
+            # A rank that holds one twice (tied embeddings in a pipeline of one) sends the first.
+            found.setdefault(frozenset(own), _Parameter({})).copies.setdefault(rank, own)
+    return list(found.values())
 
 
-def _by_name(owned: list[tuple[int, list[Piece]]]) -> dict[str, list[tuple[int, Piece]]]:
-    sources: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
-    for rank, pieces in owned:
-        for piece in pieces:
-            for other_rank, other in sources[piece.box.name]:
-                if intersect(piece.box.slices, other.box.slices):
+def _senders(parameters: list[_Parameter], rank_places: Sequence[str], worker_places: Sequence[str]) -> list[list[int]]:
+    """For each parameter the rank that sends it to each worker: of the nearest ones the one with least so far."""
+    load = [0] * len(rank_places)
+    senders = []
+    for parameter in parameters:
+        of_nearest: dict[tuple[int, ...], int] = {}
+        of_workers = []
+        for place in worker_places:
+            distance = {rank: _distance(rank_places[rank], place) for rank in parameter.copies}
+            nearest = tuple(rank for rank in distance if distance[rank] == min(distance.values()))
+            if nearest not in of_nearest:
+                of_nearest[nearest] = min(nearest, key=lambda rank: (load[rank], rank))
+                load[of_nearest[nearest]] += parameter.numel
+            of_workers.append(of_nearest[nearest])
+        senders.append(of_workers)
+    return senders
+
+
+def _distance(place: str, other: str) -> int:
+    """0 on one device, 1 on one node, 2 between nodes."""
+    return 0 if place == other else 1 if place.partition("/")[0] == other.partition("/")[0] else 2
+
+
+def _by_name(parameters: list[_Parameter]) -> dict[str, list[tuple[int, Box]]]:
+    """The boxes of each tensor, with the number of their parameter."""
+    sources: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+    for index, parameter in enumerate(parameters):
+        for box in parameter.boxes:
+            for other_index, other in sources[box.name]:
+                if intersect(box.slices, other.slices):
+                    ranks = [next(iter(one.copies)) for one in (parameters[other_index], parameter)]
                     raise SyncError(
-                        f"{piece.box.name}: trainer ranks {other_rank} and {rank} hold overlapping parts of it, "
-                        f"{other.box.slices} and {piece.box.slices}"
+                        f"{box.name}: trainer ranks {ranks[0]} and {ranks[1]} hold overlapping parts of it, "
+                        f"{other.slices} and {box.slices}"
                     )
-            sources[piece.box.name].append((rank, piece))
-    return sources
+            sources[box.name].append((index, box))
+    return dict(sources)
 
 
 def _check_engines(
-    owned: list[tuple[int, list[Piece]]], workers: Sequence[Sequence[Piece]], engines: Sequence[int]
+    sources: dict[str, list[tuple[int, Box]]], workers: Sequence[Sequence[Piece]], engines: Sequence[int]
 ) -> None:
     """Every engine holds, over its workers, at least the elements that the trainer has."""
-    wanted: dict[str, int] = defaultdict(int)
-    for _, pieces in owned:
-        for piece in pieces:
-            wanted[piece.box.name] += volume(piece.box.slices)
+    wanted = {name: sum(volume(box.slices) for _, box in boxes) for name, boxes in sources.items()}
     for engine in sorted(set(engines)):
         held: dict[str, int] = defaultdict(int)
         mine = [pieces for pieces, owner in zip(workers, engines, strict=True) if owner == engine]
@@ -192,24 +239,17 @@ def _cover(piece: Piece, receiver: int, sources: Iterable[tuple[int, Piece]]) ->
 
 
 def _pack(
-    transfers: list[_Transfer],
-    senders: int,
-    receivers: int,
-    bucket_numel: int,
-    owned: list[tuple[int, list[Piece]]],
-    tensors: int,
+    transfers: list[_Transfer], sizes: list[dict[str, int]], receivers: int, bucket_numel: int, tensors: int
 ) -> SyncPlan:
+    """`sizes` has for each sender the elements of the parameters that it sends, in their order."""
     by_source: dict[tuple[int, str], list[_Transfer]] = defaultdict(list)
     for transfer in transfers:
         by_source[transfer.sender, transfer.source.param].append(transfer)
-    sends: list[list[Round]] = [[] for _ in range(senders)]
+    sends: list[list[Round]] = [[] for _ in sizes]
     incoming: list[list[tuple[int, Incoming]]] = [[] for _ in range(receivers)]
-    for sender in range(senders):
-        sizes = {
-            pieces[0].param: sum(volume(piece.local) for piece in pieces) for rank, pieces in owned if rank == sender
-        }
+    for sender, own in enumerate(sizes):
         tags = [0] * receivers
-        for index, params in enumerate(_rounds(sizes, bucket_numel)):
+        for index, params in enumerate(_rounds(own, bucket_numel)):
             inside = [transfer for param in params for transfer in by_source[sender, param]]
             messages, arrivals = _messages(inside, sender, tags)
             sends[sender].append(Round(params, messages))

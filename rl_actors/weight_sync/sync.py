@@ -25,6 +25,7 @@ from rl_actors.weight_sync.holdings import Holdings
 from rl_actors.weight_sync.members import EngineMembers, Members, TrainerMembers
 from rl_actors.weight_sync.plan import Part, SyncPlan, make_plan
 from rl_actors.weight_sync.shards import Piece
+from rl_actors.weight_sync.transport import choose_transport
 
 if TYPE_CHECKING:
     from rl_actors.rollout.receiver import ReceiveReport
@@ -50,7 +51,7 @@ class SyncReport:
         transfer_s: of them, from the control call to the last acknowledgement.
         merge_s, wait_s: of the slowest trainer rank, merging and waiting for receivers.
         bytes: that arrived, over all engine workers.
-        transport: "gloo", "nccl" or "cuda_ipc".
+        transport: "gloo", "nccl", "cuda_ipc" or "shared_memory".
         peak_extra_bytes: of the trainer rank that needed most.
         reloaded, written: modules that went through vLLM's reload, and all that were written, over all workers.
     """
@@ -162,6 +163,7 @@ class WeightSync:
             [holdings.adapted for holdings in workers],
             self._engines.engines,
             self._bucket_bytes // workers[0].dtype.itemsize,
+            ([holdings.place for holdings in ranks], [holdings.place for holdings in workers]),
         )
 
     def invalidate(self) -> None:
@@ -342,26 +344,6 @@ class WeightSync:
     @property
     def _call_s(self) -> float:
         return self._timeout_s + JOIN_MARGIN_S
-
-
-def choose_transport(wanted: str, device: str, colocate: bool) -> str:
-    """The transport of a group.
-
-    Args:
-        wanted: `sync.transport`.
-        device: "cpu" or "cuda", of all members.
-        colocate: members share GPUs.
-
-    Raises:
-        SyncError: the one that is wanted cannot work.
-    """
-    best = "gloo" if device == "cpu" else "cuda_ipc" if colocate else "nccl"
-    if wanted == "auto":
-        return best
-    if wanted == "nccl" and best != "nccl":
-        why = "it needs GPUs" if device == "cpu" else "it refuses two members on one GPU, and the plan is colocated"
-        raise SyncError(f"sync.transport = 'nccl' cannot be used here, {why}: write 'auto' or {best!r}")
-    return wanted
 
 
 def _named(pieces: list[Piece], names: set[str]) -> list[Piece]:

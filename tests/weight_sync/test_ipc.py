@@ -11,8 +11,8 @@ import pytest
 import ray
 import torch
 
-from rl_actors.errors import SyncError
-from rl_actors.weight_sync.sync import choose_transport
+from rl_actors.errors import ConfigError, SyncError
+from rl_actors.weight_sync.transport import choose_transport
 
 MESSAGE_BYTES = 4096
 
@@ -24,13 +24,15 @@ class Member:
         self.rank = rank
         self.pending = []
 
-    def join(self, name: str, timeout_s: float, gpu: str | None = None, node: str | None = None) -> list[str]:
+    def join(
+        self, name: str, timeout_s: float, gpu: str | None = None, node: str | None = None, transport: str = "cuda_ipc"
+    ) -> list[str]:
         """Returns the links. `gpu` and `node` pretend that the memory is elsewhere."""
         from rl_actors.weight_sync.collective import join_group
 
         here = node or ray.get_runtime_context().get_node_id()
-        place = f"{here}/{gpu}" if gpu else None
-        self.group = join_group(name, self.rank, 2, "cpu", timeout_s, "cuda_ipc", place)
+        place = f"{here}/{gpu or 'cpu'}"
+        self.group = join_group(name, self.rank, 2, "cpu", timeout_s, transport, place)
         self.buffer = self.group.allocate(2 * MESSAGE_BYTES)
         return [self.group.link(rank) for rank in range(2)]
 
@@ -123,27 +125,35 @@ def test_the_sender_waits_for_the_copy_and_not_for_the_notice(pair):
     part(pair, "acknowledged")
 
 
+GPU_A, GPU_B, GPU_ELSEWHERE = {"gpu": "GPU-a"}, {"gpu": "GPU-b"}, {"gpu": "GPU-a", "node": "elsewhere"}
+CPU, CPU_ELSEWHERE = {"transport": "shared_memory"}, {"transport": "shared_memory", "node": "elsewhere"}
+
+
 @pytest.mark.parametrize(
-    ("name", "other", "link", "handles"),
+    ("places", "link", "handles"),
     [
-        ("one node", {"gpu": "GPU-b"}, "cuda_ipc between GPUs of a node", 1),
-        ("two nodes", {"gpu": "GPU-a", "node": "elsewhere"}, "gloo through host memory", 0),
+        ((GPU_A, GPU_B), "cuda_ipc between GPUs of a node", 1),
+        ((GPU_A, GPU_ELSEWHERE), "gloo through host memory", 0),
+        ((CPU, CPU), "shared memory", 1),
+        ((CPU, CPU_ELSEWHERE), "gloo", 0),
     ],
 )
-def test_members_on_two_gpus_take_the_way_that_their_places_allow(pair, name, other, link, handles):
+def test_members_take_the_way_that_their_places_allow(pair, places, link, handles):
     sender, receiver = pair
-    assert meet(pair, name, places=({"gpu": "GPU-a"}, other))[0][1] == link
+    assert meet(pair, link, places=places)[0][1] == link
     for value in (5, 6):
         ray.get(sender.send.remote(value), timeout=60)
         assert ray.get(receiver.receive.remote(), timeout=60) == {value}
         ray.get(sender.wait.remote(), timeout=60)
     assert ray.get(receiver.handles.remote(), timeout=60) == handles
-    part(pair, name)
+    part(pair, link)
 
 
-def test_memory_of_another_gpu_that_cannot_be_mapped_is_sent_instead(pair):
+@pytest.mark.parametrize("places", [(GPU_A, GPU_B), (CPU, CPU)], ids=["another GPU", "CPU"])
+def test_memory_that_cannot_be_mapped_is_sent_instead(pair, places):
     sender, receiver = pair
-    meet(pair, "unmappable", places=({"gpu": "GPU-a"}, {"gpu": "GPU-b"}))
+    name = f"unmappable {places[0]}"
+    meet(pair, name, places=places)
     ray.get(sender.hide_shared_memory.remote(), timeout=60)
     for value in (5, 6):
         ray.get(sender.send.remote(value), timeout=60)
@@ -151,7 +161,7 @@ def test_memory_of_another_gpu_that_cannot_be_mapped_is_sent_instead(pair):
         assert ray.get(received, timeout=60) == {value}
         ray.get(sent, timeout=60)
     assert ray.get(receiver.handles.remote(), timeout=60) == 0
-    part(pair, "unmappable")
+    part(pair, name)
 
 
 def test_memory_of_the_same_gpu_that_cannot_be_mapped_ends_both_sides(pair):
@@ -160,7 +170,7 @@ def test_memory_of_the_same_gpu_that_cannot_be_mapped_ends_both_sides(pair):
     ray.get(sender.send.remote(5), timeout=60)
     ray.get(sender.hide_shared_memory.remote(), timeout=60)
     ends = ray.get([sender.fail.remote("wait"), receiver.fail.remote("receive")], timeout=60)
-    assert all(seconds < 10 and "copying memory of rank 0" in why for seconds, why in ends)
+    assert all(seconds < 10 and "reading memory of rank 0" in why for seconds, why in ends)
     part(pair, "broken")
 
 
@@ -201,7 +211,8 @@ def test_a_receiver_that_dies_frees_the_sender(pair):
 @pytest.mark.parametrize(
     ("wanted", "device", "colocate", "transport"),
     [
-        ("auto", "cpu", True, "gloo"),
+        ("auto", "cpu", True, "shared_memory"),
+        ("gloo", "cpu", False, "gloo"),
         ("auto", "cuda", False, "nccl"),
         ("auto", "cuda", True, "cuda_ipc"),
         ("gloo", "cuda", True, "gloo"),
@@ -212,7 +223,15 @@ def test_the_transport_follows_the_placement(wanted, device, colocate, transport
     assert choose_transport(wanted, device, colocate) == transport
 
 
-@pytest.mark.parametrize(("device", "colocate", "why"), [("cpu", False, "needs GPUs"), ("cuda", True, "on one GPU")])
-def test_nccl_is_refused_where_it_cannot_work(device, colocate, why):
-    with pytest.raises(SyncError, match=why):
-        choose_transport("nccl", device, colocate)
+@pytest.mark.parametrize(
+    ("wanted", "device", "colocate", "why"),
+    [
+        ("nccl", "cpu", False, "needs GPUs: write 'auto' or 'shared_memory'"),
+        ("cuda_ipc", "cpu", False, "needs GPUs: write 'auto' or 'shared_memory'"),
+        ("nccl", "cuda", True, "two members on one GPU"),
+        ("shared_memory", "cuda", False, "for CPU processes: write 'auto' or 'nccl'"),
+    ],
+)
+def test_a_transport_is_refused_where_it_cannot_work(wanted, device, colocate, why):
+    with pytest.raises(ConfigError, match=f"sync.transport = '{wanted}' .*{why}"):
+        choose_transport(wanted, device, colocate)

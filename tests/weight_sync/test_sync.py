@@ -231,15 +231,16 @@ def test_an_engine_that_gets_the_adapter_alone_gives_the_trainers_logprobs(rig, 
     asyncio.run(sync.close())
 
 
-def test_engines_that_map_the_trainers_memory_get_each_new_version(rig):
-    """The transport of colocated GPUs; on CPU its buffers are shared memory. They are kept from sync to sync."""
-    sync = rig.build("moe", LAYOUTS["EP2"], SMALL_BUCKETS_MIB, "cuda_ipc")
+@pytest.mark.parametrize(("transport", "name"), [("auto", "shared_memory"), ("gloo", "gloo")])
+def test_each_transport_of_a_cpu_brings_each_new_version(rig, transport, name):
+    """Buffers that engines map are kept from sync to sync; over gloo they are new ones."""
+    sync = rig.build("moe", LAYOUTS["EP2"], SMALL_BUCKETS_MIB, transport)
 
     async def scenario() -> None:
         await sync.set_up()
         for version in (1, 2, 3):
             await rig.ranks.acall("perturb_adapters", version, 0.1, timeout_s=60)
-            assert "over cuda_ipc" in str(await sync.run(version))
+            assert f"over {name}" in str(await sync.run(version))
 
     asyncio.run(scenario())
     assert rig.largest_difference() < 1e-4

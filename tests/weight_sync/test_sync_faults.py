@@ -162,8 +162,7 @@ def spoil_one_message(worker: Any) -> None:
     def spoiling(message: Any, receiver: int, tag: int = 0) -> Any:
         sent.append(receiver)
         if len(sent) == 2:
-            message = message.clone()
-            message[100] ^= 1
+            message[100] ^= 1  # in the buffer itself, which engines read
         return isend(message, receiver, tag)
 
     group.isend = spoiling
