@@ -1,9 +1,9 @@
-"""Environment of the processes that use a GPU: what must be set before CUDA, Triton or vLLM are imported.
+"""Environment of trainer ranks and engines: what must be set before torch, CUDA, Triton or vLLM are imported.
 
-Compiled kernels are kept in one folder of the user, so that only the first run of a shape compiles; a variable that
-the user has set himself wins. The allocator is set for each kind of process, not by the user: the trainer's grows and
-shrinks its segments, so that memory it gives back can be used by the engine beside it; the engine's must not, because
-vLLM's sleep mode maps memory itself.
+On a GPU, compiled kernels are kept in one folder of the user, so that only the first run of a shape compiles; a
+variable that the user has set himself wins. The allocator is set for each kind of process, not by the user: the
+trainer's grows and shrinks its segments, so that memory it gives back can be used by the engine beside it; the engine's
+must not, because vLLM's sleep mode maps memory itself.
 """
 
 from __future__ import annotations
@@ -23,6 +23,16 @@ EXACT_FLOAT32 = {
     # The same for Triton's dot products, vLLM's experts and float32 attention among them.
     "TRITON_F32_DEFAULT": "ieee",
 }
+
+
+def cpu_environment(threads: int) -> dict[str, str]:
+    """Variables for a trainer rank's or an engine's process on CPU."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        # Huge pages for torch's large tensors. Without them the first write to new memory takes four times that to old
+        # (three times as long as with them), and a sync makes and fills whole layers.
+        "THP_MEM_ALLOC_ENABLE": "1",
+    }
 
 
 def gpu_environment(config: RunConfig, role: Role) -> dict[str, str]:

@@ -11,6 +11,7 @@ import os
 from typing import Any, Literal
 
 from placement.model_shape import layer_cut
+from rl_actors.actor_environment import cpu_environment
 from rl_actors.config import LoraConfig, RunConfig
 from rl_actors.errors import ConfigError
 from rl_actors.weight_sync.slot_rank import slot_rank
@@ -37,10 +38,10 @@ def engine_environment(device: Device, threads: int) -> dict[str, str]:
         # Inductor would compile for 25 s; without it the engine starts in a second (after the imports).
         environment |= {
             "TORCH_COMPILE_DISABLE": "1",
-            "OMP_NUM_THREADS": str(threads),
             # On CPU vLLM warns about preloading, NUMA and compile on every start; none of it needs the user.
             "VLLM_LOGGING_LEVEL": "ERROR",
         }
+        environment |= cpu_environment(threads)
     return environment
 
 

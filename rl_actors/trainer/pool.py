@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
 from placement.bundles import Placement
 from placement.layout import MegatronLayout
-from rl_actors.actor_environment import gpu_environment
+from rl_actors.actor_environment import cpu_environment, gpu_environment
 from rl_actors.config import RunConfig
 from rl_actors.digests import Digest
 from rl_actors.pool import ActorPool, ActorSpec
@@ -169,6 +168,5 @@ def _environment(config: RunConfig, device: Device) -> dict[str, str]:
     if device == "gpu":
         # Megatron orders communication and compute of TP and sequence parallelism by one hardware queue.
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | gpu_environment(config, "trainer")
-    threads = str(config.trainer.threads_per_rank)
-    settings: dict[str, Any] = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": ""}
-    return settings
+    threads = config.trainer.threads_per_rank
+    return {"MKL_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""} | cpu_environment(threads)
