@@ -19,7 +19,7 @@ from rl_actors.driver.pools import start_pools
 from rl_actors.driver.run_folder import only_writer, read_step
 from rl_actors.driver.training_loop import TrainingLoop
 from rl_actors.errors import CheckpointError
-from rl_actors.tracking.console import PlacedActor
+from rl_actors.tracking.console import PlacedActor, configure_logging
 from rl_actors.tracking.records import EvalRecord, StepRecord
 from rl_actors.tracking.tracker import Tracker
 from rl_actors.types import Prompt
@@ -45,6 +45,7 @@ class Driver:
 
     async def run(self) -> AsyncIterator[Event]:
         """Train from the newest whole checkpoint, or from the base model, to the last step."""
+        configure_logging()  # what is fetched or damaged is said before anything else starts
         with only_writer(self._config.run_path):
             async for event in self._run():
                 yield event
