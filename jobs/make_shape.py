@@ -50,8 +50,8 @@ def cached_shape(name: str) -> Path:
     """The folder of a shape in the user's cache, made if it is not there yet. Raises ConfigError."""
     folder = cache_path() / f"shape-{name}"
     if not (folder / "config.json").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".shape-") as scratch:
+        cache_path().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_path(), prefix=".shape-") as scratch:
             made = make_shape(name, Path(scratch) / "shape")
             try:
                 made.rename(folder)

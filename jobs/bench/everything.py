@@ -36,7 +36,7 @@ class Measurement:
 
     name: str
     command: tuple[str, ...]
-    limit_s: float = 300
+    limit_s: float = 600
     environment: dict[str, str] = field(default_factory=dict)
 
 
