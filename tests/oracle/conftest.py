@@ -1,4 +1,4 @@
-"""The oracle, and configurations of models that every layout of four ranks can cut."""
+"""The oracle, and the configurations it measures."""
 
 from __future__ import annotations
 
@@ -15,15 +15,8 @@ from rl_actors.config import RunConfig
 sys.path.insert(0, str(Path(__file__).parent))
 
 from layout_oracle import LayoutOracle
+from oracle_models import MODELS, VARIANTS
 from tiny_models import make_batch, save_tiny_model
-
-MODELS: dict[str, dict[str, Any]] = {
-    "dense": {"arch": "dense"},
-    "dense-tied": {"arch": "dense", "tied": True},
-    "dense-97-tokens": {"arch": "dense", "vocab": 97},  # the vocabulary is padded where TP cuts it
-    "moe": {"arch": "moe"},
-    "moe-tied": {"arch": "moe", "tied": True},
-}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,11 +29,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def oracle_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`oracle_config(model, **sections)`: one of `MODELS` in float32, eight heads, four key-value heads, eight experts.
 
+    `model` may name one of `VARIANTS` behind a space; else adapters are those of `lora.variant: lora`.
+
     Gradients are clipped, and Adam's eps is about their size, so that a step shows more of them than the sign.
     """
     folders: dict[str, Path] = {}
 
-    def make(model: str, /, **sections: dict[str, Any]) -> RunConfig:
+    def make(name: str, /, **sections: dict[str, Any]) -> RunConfig:
+        model, _, variant = name.partition(" ")
+        chosen = VARIANTS[variant] if variant else {}
         if model not in folders:
             folder = tmp_path_factory.mktemp(model)
             folders[model] = save_tiny_model(folder, **MODELS[model], heads=8, kv_heads=4, experts=8)
@@ -48,10 +45,16 @@ def oracle_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
             "run_dir": "unused",
             "data": {"train": "unused"},
             "model": {"path": str(folders[model]), "dtype": "float32"},
-            "lora": {"rank": 8, "alpha": 16},
+            "lora": {"rank": 8, "alpha": 16, **chosen.get("lora", {})},
             "trainer": {
                 "micro_batch_tokens": 40,
-                "optimizer": {"lr": 0.02, "clip_grad": 1.2, "adam_eps": 1e-2, "weight_decay": 0.1},
+                "optimizer": {
+                    "lr": 0.02,
+                    "clip_grad": 1.2,
+                    "adam_eps": 1e-2,
+                    "weight_decay": 0.1,
+                    **chosen.get("optimizer", {}),
+                },
             },
             "rollout": {"temperature": 0.7},
             "algorithm": {"kl_coef": 0.1},

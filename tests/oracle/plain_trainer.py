@@ -1,11 +1,12 @@
 """What the trainer should compute, written plainly: Hugging Face's model in float64, autograd, and torch's AdamW.
 
-No Megatron, no micro-batches, one sequence at a time. Adapters are those of `lora.variant: lora`. Hugging Face's norms
-and routers compute in float32, so this truth is good to about 1e-6.
+No Megatron, no micro-batches, one sequence at a time. Hugging Face's norms and routers compute in float32, so this is
+good to about 1e-6.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from oracle_tasks import Numbers
 
 from placement.model_shape import ModelShape
-from rl_actors.config import RunConfig
+from rl_actors.config import FUSED_PARTS, RunConfig
 from rl_actors.types import TrainBatch
 
 Tensors = dict[str, torch.Tensor]
@@ -23,30 +24,28 @@ Tensors = dict[str, torch.Tensor]
 def train_plainly(config: RunConfig, adapters: dict[str, np.ndarray], batch: TrainBatch) -> Numbers:
     """The numbers of one update from `adapters`, under the names that `oracle_tasks.measure` has for them."""
     model = PlainModel.load(config)
-    scale = config.lora.alpha / config.lora.rank
     leaves = {name: torch.from_numpy(value).double().requires_grad_() for name, value in adapters.items()}
-
-    def merge() -> Tensors:
-        return {name: w + scale * leaves[f"{name}.B"] @ leaves[f"{name}.A"] for name, w in model.weights.items()}
 
     with torch.no_grad():
         base = model.logprobs(batch, model.weights)
-    logprobs = model.logprobs(batch, merge())
+    logprobs = model.logprobs(batch, model.merged(leaves))
     loss = policy_loss(logprobs, base, batch, config)
     loss.backward()
     gradients = {name: leaf.grad.clone() for name, leaf in leaves.items() if leaf.grad is not None}
 
     settings = config.trainer.optimizer
     norm = torch.nn.utils.clip_grad_norm_(leaves.values(), settings.clip_grad)
+    plus = [leaf for name, leaf in leaves.items() if name.endswith(".B")]
+    rest = [leaf for name, leaf in leaves.items() if not name.endswith(".B")]
     torch.optim.AdamW(
-        leaves.values(),
+        [{"params": plus, "lr": settings.lora_plus_ratio * settings.lr}, {"params": rest}],
         lr=settings.lr,
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_eps,
         weight_decay=settings.weight_decay,
     ).step()
     with torch.no_grad():
-        merged = merge()
+        merged = model.merged(leaves)
         after = model.logprobs(batch, merged)
     return {
         "logprobs": {"adapters off": base, "adapters on": logprobs.detach()},
@@ -83,7 +82,7 @@ class PlainModel:
     model: Any
     shape: ModelShape
     weights: Tensors
-    temperature: float
+    config: RunConfig
 
     @classmethod
     def load(cls, config: RunConfig) -> PlainModel:
@@ -93,7 +92,29 @@ class PlainModel:
             config.model.path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         ).requires_grad_(False)
         shape = ModelShape.from_folder(config.model.path)
-        return cls(model, shape, _megatron_weights(model, shape), config.rollout.temperature)
+        return cls(model, shape, _megatron_weights(model, shape), config)
+
+    def merged(self, leaves: Tensors) -> Tensors:
+        """W + scale B A of every adapted weight; with DoRA its rows have the base's lengths plus M."""
+        merged = {name: weight + self._change(name, leaves) for name, weight in self.weights.items()}
+        if self.config.lora.variant == "dora":
+            for name, weight in merged.items():
+                lengths = self.weights[name].norm(dim=1, keepdim=True) + leaves[f"{name}.M"]
+                # The paper's cheaper gradient: the norm it divides by is taken as constant (section 4.3).
+                merged[name] = weight * lengths / weight.norm(dim=1, keepdim=True).detach()
+        return merged
+
+    def _change(self, name: str, leaves: Tensors) -> torch.Tensor:
+        """scale B A of a weight, or of its parts where each has an adapter of its own."""
+        lora, (block, _, linear) = self.config.lora, name.rpartition(".")
+        if lora.variant != "canonical_lora" or linear not in FUSED_PARTS:
+            a, b = leaves[f"{name}.A"], leaves[f"{name}.B"]
+            return lora.alpha / (math.sqrt(len(a)) if lora.scaling == "rslora" else len(a)) * b @ a
+        parts = [self._change(f"{block}.{part}", leaves) for part in FUSED_PARTS[linear]]
+        if linear == "linear_qkv":
+            groups = [part.view(self.shape.kv_heads, -1, self.shape.hidden) for part in parts]
+            return torch.cat(groups, dim=1).flatten(0, 1)
+        return torch.cat(parts)
 
     def logprobs(self, batch: TrainBatch, weights: Tensors) -> torch.Tensor:
         """float64 [R], with gradient of `weights`."""
@@ -102,7 +123,8 @@ class PlainModel:
         offsets, out = batch.token_offsets, []
         for index, prompt in enumerate(batch.prompt_lengths):
             tokens = torch.from_numpy(batch.tokens[offsets[index] : offsets[index + 1]].astype(np.int64))
-            logits = torch.func.functional_call(self.model, parameters, (tokens[None],)).logits[0] / self.temperature
+            logits = torch.func.functional_call(self.model, parameters, (tokens[None],)).logits[0]
+            logits = logits / self.config.rollout.temperature
             chosen = torch.log_softmax(logits[prompt - 1 : -1], dim=-1).gather(1, tokens[prompt:, None])
             out.append(chosen[:, 0])
         return torch.cat(out)

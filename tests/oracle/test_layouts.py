@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from layout_oracle import QUANTITIES, TOLERANCE, LayoutOracle, Worst, layout_name, table
+from oracle_models import VARIANTS
 
 from placement.layout import MegatronLayout
 
@@ -22,14 +23,18 @@ LAYOUTS = [
     if 1 < MegatronLayout(tp=tp, pp=pp, ep=ep, replicas=replicas).world_size <= 4
 ]
 DENSE = [layout for layout in LAYOUTS if layout["ep"] == 1]
-# The embedding does not see experts and data parallel ranks, but a pipeline copies it to its last stage.
-TIED = [layout for layout in LAYOUTS if layout["replicas"] <= 2 and (layout["ep"] == 1 or layout["pp"] == 2)]
+# Tied or padded, a vocabulary is another matter only where tensor parallel ranks cut it or pipeline stages share it.
+TELLING: dict[str, list[dict[str, int]]] = {
+    "dense-tied": [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}],
+    "dense-97-tokens": [{"tp": 2, "pp": 2}, {"tp": 4}],
+    "moe-tied": [{"pp": 2}, {"ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2, "ep": 2}, {"tp": 2, "pp": 2, "ep": 2}],
+    **{f"dense {variant}": [{"tp": 2}, {"tp": 2, "pp": 2}] for variant in VARIANTS},
+    **{f"moe {variant}": [{"tp": 2}, {"pp": 2}, {"ep": 2}, {"tp": 2, "pp": 2, "ep": 2}] for variant in VARIANTS},
+}
 CASES = [
     *[("dense", layout) for layout in DENSE],
-    *[("dense-tied", layout) for layout in TIED if layout["ep"] == 1],
-    *[("dense-97-tokens", layout) for layout in DENSE if layout["tp"] > 1],
     *[("moe", layout) for layout in LAYOUTS],
-    *[("moe-tied", layout) for layout in TIED],
+    *[(model, layout) for model, layouts in TELLING.items() for layout in layouts],
 ]
 every_case = pytest.mark.parametrize(
     ("model", "layout"), [pytest.param(*case, id=f"{case[0]}-{layout_name(case[1])}") for case in CASES]

@@ -94,19 +94,13 @@ def merged_forward(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
     from rl_actors.weight_sync.merge import Merger
 
     worker.perturb_adapters(seed=5, scale=0.1)
-    adapted = _everyones(worker, batch)
+    adapted, base = _everyones(worker, batch), _everyones(worker, batch, adapters=False)
     bases = {adapter.weight: adapter.base.data for adapter in worker.model.adapters}
     merger = Merger(worker.model.adapters, torch.float32, 1 << 16)
     merger.gather()
     for name, merged in merger.merged(list(bases)):
         bases[name].copy_(merged)
-    return {"adapted": adapted, "merged": _everyones(worker, batch, adapters=False)}
-
-
-def train_perturbed(worker: MegatronWorker, batch: TrainBatch) -> dict[str, Any]:
-    """One update from perturbed adapters, where every A, B and M has a gradient."""
-    worker.perturb_adapters(seed=5, scale=0.1)
-    return train_once(worker, batch)
+    return {"adapted": adapted, "base": base, "merged": _everyones(worker, batch, adapters=False)}
 
 
 def grouped_experts(worker: MegatronWorker) -> dict[str, tuple[np.ndarray, np.ndarray]]:
