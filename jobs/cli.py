@@ -6,10 +6,14 @@ Exit codes: 0 done, 1 a run or a check failed, 2 bad input (nothing was started)
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
+import math
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,11 +49,27 @@ def recipe_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def positive(text: str) -> int:
-    """Type of a command line's count."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+def count(text: str, least: int = 0) -> int:
+    """Type of a command line's whole number."""
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of {least} to {10**9 - 1}")
     return int(text)
+
+
+def positive(text: str) -> int:
+    """Type of a command line's whole number of at least 1."""
+    return count(text, least=1)
+
+
+def gib(text: str) -> float:
+    """Type of a command line's amount of memory."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 2**20:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of GiB, such as 80")
+    return value
 
 
 def read_recipe(path: str, overrides: Sequence[str]) -> RunConfig:
@@ -85,14 +105,34 @@ def connect() -> str | None:
         # Ray 2.60 would write a token here, and from then on refuse `ray job submit` without RAY_AUTH_MODE=token. A
         # machine that has one keeps using it.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    try:
-        context: Any = ray.init(logging_level=logging.WARNING, ignore_reinit_error=True)
-    except ConnectionError as error:
-        if address := os.environ.get("RAY_ADDRESS"):
-            raise RLActorsError(f"the Ray cluster at RAY_ADDRESS={address} does not answer: {error}") from error
-        print("the Ray cluster that ran on this machine does not answer: starting another one here", file=sys.stderr)
-        context = ray.init(address="local", logging_level=logging.WARNING)
+    with _agent_on_a_free_port():
+        try:
+            context: Any = ray.init(logging_level=logging.WARNING, ignore_reinit_error=True)
+        except ConnectionError as error:
+            if address := os.environ.get("RAY_ADDRESS"):
+                raise RLActorsError(f"the Ray cluster at RAY_ADDRESS={address} does not answer: {error}") from error
+            print(
+                "the Ray cluster that ran on this machine does not answer: starting another one here", file=sys.stderr
+            )
+            context = ray.init(address="local", logging_level=logging.WARNING)
     return f"http://{context.dashboard_url}" if context.dashboard_url else None
+
+
+@contextmanager
+def _agent_on_a_free_port() -> Iterator[None]:
+    """Lets a second cluster start on this machine with an agent, which is what takes jobs.
+
+    Ray 2.60 puts the agent of every cluster that `ray.init` starts on port 52365, and where that is taken the cluster
+    has none. This can go when `ray.init` takes `dashboard_agent_listen_port`, as `ray start` does.
+    """
+    from ray._private import parameter
+
+    parameters: Any = parameter.RayParams
+    parameter.RayParams = functools.partial(parameters, dashboard_agent_listen_port=0)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        parameter.RayParams = parameters  # type: ignore[misc]
 
 
 def disconnect() -> None:

@@ -13,33 +13,31 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rl_actors.tracking.records import RunMetrics, read_metrics
+from jobs.cli import run
+from rl_actors.tracking.read_run import read_run
+from rl_actors.tracking.records import RunMetrics
 from rl_actors.tracking.stage_times import idle_seconds, overlap_table, pool_shares, stage_times, wall_seconds
-from rl_actors.tracking.trace import Span, read_trace
+from rl_actors.tracking.trace import Span
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; 2 with one sentence when RUN_DIR is not a run folder."""
+    """Print the report.
+
+    Raises:
+        ConfigError: RUN_DIR is not the folder of a run.
+    """
     parser = argparse.ArgumentParser(prog="python -m jobs.report", description="Where a run's time went.")
     parser.add_argument("run_dir", type=Path, help="folder of a run: metrics.jsonl and trace.json lie in it")
-    run_dir = parser.parse_args(argv).run_dir
-    try:
-        metrics, spans = read_metrics(run_dir), read_trace(run_dir)
-    except FileNotFoundError as error:
-        print(f"{run_dir} is not the folder of a run: it has no {Path(error.filename).name}", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    metrics, spans = read_run(parser.parse_args(argv).run_dir)
     print_report(metrics, spans, Console(width=None if sys.stdout.isatty() else 120, highlight=False))
     return 0
 
 
 def print_report(metrics: RunMetrics, spans: Sequence[Span], console: Console) -> None:
-    if not spans:
+    wall_s = wall_seconds(spans)
+    if not wall_s:
         console.print("The trace holds no stage yet.")
         return
-    wall_s = wall_seconds(spans)
     console.print(f"{len(metrics.steps)} steps, {wall_s:.1f} s in stages, {idle_seconds(spans):.1f} s between stages\n")
     console.print(_stage_table(spans))
     console.print(_overlaps(spans))
@@ -87,4 +85,4 @@ def _table(title: str, *columns: str) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from rl_actors.config import RunConfig
-from rl_actors.errors import ConfigError
+from rl_actors.errors import ConfigError, shown
 from rl_actors.paths import given_path
 
 
@@ -86,7 +86,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError(f"override {override!r} is not of the form section.key=value, such as trainer.ep=2")
-    value = _read_yaml(text, f"override {_shown(override)}: the value is")
+    value = _read_yaml(text, f"override {shown(override)}: the value is")
     for depth, key in enumerate(keys[:-1], start=1):
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
@@ -102,27 +102,18 @@ def _read_yaml(text: str, what: str) -> Any:
         raise ConfigError(f"{what} not valid YAML: {reason or type(error).__name__}") from error
 
 
-def _shown(value: Any) -> str:
-    """The value as a person wrote it, cut to a length that fits in a sentence."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # Python refuses to write integers of thousands of digits
-        return f"a {type(value).__name__} that is too large to show"
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
 def _explain(fault: Any, source: str) -> str:
     location = [str(part) for part in fault["loc"]]
     where = ".".join(location) or "the configuration"
     if fault["type"] == "extra_forbidden":
         near = _nearest_key(location)
-        return f"unknown key {_shown(where)} in {source}" + (f": did you mean {near!r}?" if near else "")
+        return f"unknown key {shown(where)} in {source}" + (f": did you mean {near!r}?" if near else "")
     if fault["type"] == "missing":
         return f"{source} needs a value for {where!r}"
     message = " ".join(fault["msg"].removeprefix("Value error, ").split())
     if not location:
         return f"{source}: {message}"
-    return f"{source}: {where} = {_shown(fault['input'])} cannot be used: {message[0].lower()}{message[1:]}"
+    return f"{source}: {where} = {shown(fault['input'])} cannot be used: {message[0].lower()}{message[1:]}"
 
 
 def _nearest_key(location: list[str]) -> str | None:

@@ -1,5 +1,7 @@
 """Every error a user can meet, in one place. A message says what, where, and what to do instead."""
 
+from typing import Any
+
 
 class RLActorsError(Exception):
     """Base of all errors raised on purpose by this project."""
@@ -35,3 +37,12 @@ class SyncError(RLActorsError):
 
 class CheckpointError(RLActorsError):
     """A checkpoint is missing, truncated, or belongs to another model."""
+
+
+def shown(value: Any) -> str:
+    """The value as a person wrote it, cut to a length that fits in a sentence."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python refuses to write integers of thousands of digits
+        return f"a {type(value).__name__} that is too large to show"
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -13,22 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from jobs.cli import run
+from jobs.cli import count, run
 from placement.layout import EngineLayout, MegatronLayout
 from rl_actors.config import RunConfig
 from rl_actors.config_file import load_config
 from rl_actors.errors import ConfigError
-from rl_actors.tracking.records import STAGES, StepRecord, plain, read_metrics
+from rl_actors.json_object import json_object, reason
+from rl_actors.tracking.read_run import read_run
+from rl_actors.tracking.records import STAGES, StepRecord, plain
 from rl_actors.tracking.stage_times import step_seconds
 from rl_actors.tracking.summary import SUMMARY_FILE
-from rl_actors.tracking.trace import read_trace
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m jobs.bench.run_breakdown", description=(__doc__ or ""))
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--skip", type=int, default=1, help="first steps to leave out (default 1)")
+    parser.add_argument("--skip", type=count, default=1, help="first steps to leave out (default 1)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON and no table")
     arguments = parser.parse_args()
     result = breakdown(arguments.run_dir, arguments.skip)
@@ -40,18 +42,15 @@ def breakdown(run_dir: Path, skip: int = 0) -> dict[str, Any]:
     """Figures of the steps behind the first `skip`.
 
     Raises:
-        ConfigError: no folder of a run, or no step is left.
+        ConfigError: no folder of a run, its files are damaged, or no step is left.
     """
-    try:
-        records, spans = read_metrics(run_dir).steps, read_trace(run_dir)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{run_dir} is not the folder of a run: it has no {Path(error.filename).name}") from error
+    metrics, spans = read_run(run_dir)
+    records = metrics.steps
     steps = records[skip:]
     if not steps:
         raise ConfigError(f"{run_dir} has {len(records)} steps and the first {skip} are left out: lower --skip")
     config = load_config(run_dir / "config.yaml")
     rollout_s = step_seconds([span for span in spans if span.stage == "rollout"])
-    summary = run_dir / SUMMARY_FILE
     return plain(  # type: ignore[no-any-return]
         {
             "steps": len(steps),
@@ -61,9 +60,20 @@ def breakdown(run_dir: Path, skip: int = 0) -> dict[str, Any]:
             **_rates(config, steps, rollout_s),
             "trainer_peak_gib": max((r.extra.get("max/trainer_peak_gib", 0.0) for r in steps), default=0.0),
             "gpu_used_gib": max((r.extra.get("max/gpu_used_gib", 0.0) for r in steps), default=0.0),
-            "seconds_until": json.loads(summary.read_text())["seconds_until"] if summary.is_file() else {},
+            "seconds_until": _milestones(run_dir / SUMMARY_FILE),
         }
     )
+
+
+def _milestones(summary: Path) -> dict[str, float]:
+    """Of the start; none where the run has not ended."""
+    if not summary.is_file():
+        return {}
+    try:
+        return TypeAdapter(dict[str, float]).validate_python(json_object(summary.read_bytes()).get("seconds_until", {}))
+    except (OSError, ValueError) as error:
+        what = f"is not what a run writes there ({reason(error)})"
+        raise ConfigError(f"{summary} {what}: remove it to read the rest") from error
 
 
 def _stage_seconds(steps: Sequence[StepRecord]) -> dict[str, float]:

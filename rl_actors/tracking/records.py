@@ -15,6 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from pydantic import TypeAdapter
+
+from rl_actors.errors import ConfigError
+from rl_actors.json_object import json_object, reason
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -133,16 +138,29 @@ def read_metrics(run_dir: str | Path) -> RunMetrics:
 
     Raises:
         FileNotFoundError: the run folder has no metrics.jsonl.
-        ValueError: a line other than a torn last one is not JSON.
+        ConfigError: a line other than a torn last one is no record.
     """
+    path = Path(run_dir) / METRICS_FILE
     steps: dict[int, StepRecord] = {}
     evals: dict[int, EvalRecord] = {}
-    for line in _whole_lines(Path(run_dir) / METRICS_FILE):
-        if line["kind"] == "step":
-            steps[line["step"]] = StepRecord(**_known(StepRecord, line))
-        elif line["kind"] == "eval":
-            evals[line["step"]] = EvalRecord(**_known(EvalRecord, line))
+    for number, line in _whole_lines(path):
+        try:
+            if line["kind"] == "step":
+                steps[line["step"]] = _STEP.validate_python(_known(StepRecord, line))
+            elif line["kind"] == "eval":
+                evals[line["step"]] = _EVAL.validate_python(_known(EvalRecord, line))
+        except ValueError as error:
+            raise bad_line(path, number, error) from error
     return RunMetrics([steps[step] for step in sorted(steps)], [evals[step] for step in sorted(evals)])
+
+
+_STEP, _EVAL = TypeAdapter(StepRecord), TypeAdapter(EvalRecord)
+
+
+def bad_line(path: Path, number: int, error: Exception) -> ConfigError:
+    """What readers of a run's files raise where a line is not what was written there."""
+    what = f"is not what a run writes there ({reason(error)})"
+    return ConfigError(f"{path}, line {number} {what}: remove it to read the rest")
 
 
 class MetricsWriter:
@@ -193,19 +211,23 @@ def _line(tree: Mapping[str, Any]) -> bytes:
     return json.dumps(plain(tree), allow_nan=False).encode() + b"\n"
 
 
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _whole_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and content of each line; all have a kind and a step."""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         if not line.endswith(b"\n"):
             return
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: remove the line to read the rest") from error
+            tree = json_object(line)
+            if type(tree.get("step")) is not int or "kind" not in tree:
+                raise ValueError("it has no step or no kind")
+        except ValueError as error:
+            raise bad_line(path, number, error) from error
+        yield number, tree
 
 
 def _cut(path: Path, last_step: int) -> None:
     """Drop the lines behind `last_step` and a torn last one; the file is replaced whole."""
-    kept = [_line(line) for line in _whole_lines(path) if line["step"] <= last_step]
+    kept = [_line(line) for _, line in _whole_lines(path) if line["step"] <= last_step]
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(b"".join(kept))
     temporary.replace(path)

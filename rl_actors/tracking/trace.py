@@ -11,6 +11,7 @@ Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsK
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_actors.tracking.records import plain
+from pydantic import TypeAdapter
+
+from rl_actors.json_object import json_object
+from rl_actors.tracking.records import bad_line, plain
 
 POOLS = ("driver", "rollout", "reward", "trainer", "sync")
 """Pools in the order in which a viewer shows them; others come after these."""
@@ -146,15 +150,33 @@ def read_trace(run_dir: str | Path) -> list[Span]:
 
     Raises:
         FileNotFoundError: the run folder has no trace.json.
+        ConfigError: a line other than a torn last one is no event.
     """
+    path = Path(run_dir) / TRACE_FILE
     spans = []
-    for line in _event_lines(Path(run_dir) / TRACE_FILE):
-        event = json.loads(line)
-        if event["ph"] == "X":
-            start_s = event["ts"] / 1e6
-            end_s = start_s + event["dur"] / 1e6
-            spans.append(Span(event["name"], event["args"]["step"], event["cat"], start_s, end_s))
+    for number, event in _events(path):
+        try:
+            if event["ph"] == "X":
+                start_s, seconds = event["ts"] / 1e6, event["dur"] / 1e6
+                if not math.isfinite(start_s + seconds):
+                    raise ValueError("its times are not numbers")
+                spans.append(
+                    _SPAN.validate_python(
+                        {
+                            "stage": event["name"],
+                            "step": event["args"]["step"],
+                            "pool": event["cat"],
+                            "start_s": start_s,
+                            "end_s": start_s + seconds,
+                        }
+                    )
+                )
+        except (ValueError, LookupError, TypeError, OverflowError) as error:
+            raise bad_line(path, number, error) from error
     return sorted(spans, key=lambda span: span.start_s)
+
+
+_SPAN = TypeAdapter(Span)
 
 
 def overlaps(spans: Sequence[Span], first: str, second: str) -> float:
@@ -188,19 +210,28 @@ def length(intervals: Iterable[tuple[float, float]]) -> float:
 
 def _reopen(path: Path) -> dict[str, int]:
     """Make `path` an array without its end, earlier events kept; answers the process id of each pool in it."""
-    lines = _event_lines(path) if path.exists() else []
+    events = [event for _, event in _events(path)] if path.exists() else []
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(["[\n", *(f"{line},\n" for line in lines)]), encoding="utf-8")
+    temporary.write_text("".join(["[\n", *(f"{json.dumps(event)},\n" for event in events)]), encoding="utf-8")
     temporary.replace(path)
-    events = (json.loads(line) for line in lines if '"process_name"' in line)
-    return {event["args"]["name"]: event["pid"] for event in events}
+    return {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
 
 
 def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
-def _event_lines(path: Path) -> list[str]:
-    """The JSON of each whole event, without commas; brackets and a torn last line are left out."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    return [line.rstrip(",\n") for line in lines if line.startswith("{") and line.endswith("\n")]
+def _events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line number and content of each whole event; brackets and a torn last line are left out."""
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if line.strip() in (b"[", b"]", b""):
+            continue
+        if not line.endswith(b"\n"):
+            return
+        try:
+            event = json_object(line.rstrip(b",\n"))
+            if not {"ph", "name", "pid"} <= event.keys():
+                raise ValueError("it is no event")
+        except ValueError as error:
+            raise bad_line(path, number, error) from error
+        yield number, event

@@ -71,5 +71,13 @@ def test_rates_count_gpus_and_covered_seconds(run_dir: Path) -> None:
 def test_no_step_left_is_an_error(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 2 steps and the first 2 are left out"):
         breakdown(run_dir, skip=2)
-    with pytest.raises(ConfigError, match=r"is not the folder of a run: it has no metrics\.jsonl"):
+    with pytest.raises(ConfigError, match=r"is not the folder of a run, .*: there is nothing"):
         breakdown(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"seconds_until": 5}', '{"seconds_until": {"first_update": "soon"}}'])
+def test_a_summary_that_is_none_is_named(run_dir: Path, content: str) -> None:
+    (run_dir / "summary.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"summary\.json is not what a run writes there .*: remove it") as caught:
+        breakdown(run_dir)
+    assert "\n" not in str(caught.value)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_actors.errors import ConfigError
 from rl_actors.tracking.trace import Span, TraceWriter, overlaps, read_trace
 
 
@@ -76,6 +77,7 @@ def test_failing_span_is_written_with_its_error(tmp_path: Path) -> None:
 KILLED = """
 import sys
 from pathlib import Path
+from rl_actors.errors import ConfigError
 from rl_actors.tracking.trace import TraceWriter
 trace = TraceWriter(Path(sys.argv[1]))
 with trace.span("update", 1, "trainer"):
@@ -105,6 +107,27 @@ def test_killed_run_leaves_a_trace_that_loads_and_can_go_on(tmp_path: Path) -> N
     trace.close()
     assert [s.step for s in read_trace(tmp_path)] == [1, 2]
     assert len({event["pid"] for event in events(tmp_path) if event["ph"] == "X"}) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "garbage",
+        "[1]",
+        '{"ph": "X"}',
+        '{"ph": "X", "name": "update", "pid": 1, "cat": "trainer", "ts": "now", "dur": 1, "args": {"step": 1}}',
+        '{"ph": "X", "name": "update", "pid": 1, "cat": "trainer", "ts": 0, "dur": NaN, "args": {"step": 1}}',
+        '{"ph": "X", "name": "update", "pid": 1, "cat": "trainer", "ts": 0, "dur": 1, "args": null}',
+    ],
+)
+def test_what_is_no_event_is_named_by_its_line(tmp_path: Path, line: str) -> None:
+    TraceWriter(tmp_path).close()
+    path = tmp_path / "trace.json"
+    before = path.read_text().count("\n")
+    with path.open("a") as file:
+        file.write(f"{line},\n")
+    with pytest.raises(ConfigError, match=rf"trace\.json, line {before + 1} is not .*: remove it to read"):
+        read_trace(tmp_path)
 
 
 def test_lanes_are_named_after_the_pools(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rl_actors.errors import ConfigError
 from rl_actors.tracking.records import EvalRecord, MetricsWriter, StepRecord, read_metrics
 
 
@@ -72,10 +73,26 @@ def test_new_run_keeps_the_earlier_file_aside(tmp_path: Path) -> None:
     assert '"step": 7' in (tmp_path / "metrics.previous.jsonl").read_text()
 
 
-def test_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "eval", "step": 0, "value": 1}\nnot json\n{}\n')
-    with pytest.raises(ValueError, match="line 2"):
+@pytest.mark.parametrize(
+    "line",
+    [
+        "not json",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"kind": "step", "step": "many"}',
+        '{"kind": "step", "step": 1}',
+        '{"kind": "step", "step": 1, "version": 1, "reward_mean": "high"}',
+        '{"kind": "step", "step": 1, "version": 1, "reward_mean": 1, "seconds": [1]}',
+    ],
+)
+def test_what_is_no_record_is_named_by_its_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "eval", "step": 0, "value": 1}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2 is not .*: remove it to read") as caught:
         read_metrics(tmp_path)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "eval", "step": 0, "value": 1}\n' + line)  # torn by a kill
+    assert [record.step for record in read_metrics(tmp_path).evals] == [0]
 
 
 def test_frame_has_one_column_per_number(tmp_path: Path) -> None:

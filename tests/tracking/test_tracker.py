@@ -14,6 +14,7 @@ import pytest
 from jobs.report import main as report
 from rl_actors.config import RunConfig
 from rl_actors.config_file import parse_config
+from rl_actors.errors import ConfigError
 from rl_actors.tracking.records import StepRecord, read_metrics
 from rl_actors.tracking.trace import Span, overlaps, read_trace
 from rl_actors.tracking.tracker import Tracker
@@ -153,10 +154,17 @@ def test_report_says_where_time_goes(finished: Path, capsys: pytest.CaptureFixtu
         assert text in shown, text
 
 
-def test_report_of_no_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report([str(tmp_path)]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and "has no metrics.jsonl" in captured.err
+def test_report_of_no_run_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    for given, sentence in (
+        (".", "it has no metrics.jsonl$"),
+        ("nowhere", "there is nothing$"),
+        ("file", "it is a file$"),
+        ("folder", "metrics.jsonl cannot be read: Is a directory$"),
+    ):
+        with pytest.raises(ConfigError, match=rf"is not the folder of a run, such as .*: {sentence}"):
+            report([str(tmp_path / given)])
 
 
 def test_record_without_optional_numbers_is_fine(tmp_path: Path) -> None:
