@@ -59,8 +59,13 @@ def submit(client: JobSubmissionClient, entrypoint: str) -> str:
         try:
             return client.submit_job(entrypoint=entrypoint, runtime_env={"working_dir": str(REPOSITORY)})
         except RuntimeError as error:
-            if "No available agent" not in str(error) or time.monotonic() > deadline:
+            if "No available agent" not in str(error):
                 raise RLActorsError(f"Ray did not take the job: {error}") from error
+            if time.monotonic() > deadline:
+                raise RLActorsError(
+                    f"Ray's agent, which starts jobs, did not come up within {AGENT_WAIT_S:g} s: look into "
+                    "dashboard_agent.log of the session in /tmp/ray, or restart this machine's cluster"
+                ) from error
             time.sleep(1)
 
 
