@@ -16,9 +16,9 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rl_actors.driver.checkpoint_storage import fetch
-from rl_actors.driver.checkpoint_store import verify_or_offer
+from rl_actors.driver.checkpoint_store import LATEST, named_by, verify_or_offer
 from rl_actors.errors import CheckpointError, RLActorsError
-from rl_actors.paths import input_path
+from rl_actors.paths import given_path, input_path, writable_folder
 from rl_actors.trainer.export import export_merged, export_peft
 from rl_actors.trainer.shard_files import TrainerState
 
@@ -34,9 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if ":/" in str(arguments.out):
             raise CheckpointError(f"--out {arguments.out} is not a folder of this machine: write there, then upload it")
+        writable_folder(arguments.out.parent, "the folder of --out")
         with tempfile.TemporaryDirectory(prefix="rl_actors-export-") as fetched:
-            at_uri = "://" in arguments.checkpoint
-            checkpoint = fetch(arguments.checkpoint, Path(fetched)) if at_uri else _resolve(Path(arguments.checkpoint))
+            given = arguments.checkpoint
+            checkpoint = fetch(given, Path(fetched)) if "://" in given else _resolve(given_path(given))
             verify_or_offer(checkpoint)
             _export(checkpoint, arguments.format, arguments.out, arguments.base)
     except RLActorsError as error:
@@ -50,8 +51,8 @@ def _resolve(folder: Path) -> Path:
     """The checkpoint itself, or the latest of a folder of checkpoints."""
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint {folder} is not a folder, such as runs/NAME/checkpoints/step-000040")
-    latest = folder / "latest"
-    return folder / latest.read_text(encoding="utf-8").strip() if latest.is_file() else folder
+    latest = folder / LATEST
+    return folder / named_by(latest.read_bytes(), latest) if latest.is_file() else folder
 
 
 def _export(checkpoint: Path, form: str, out: Path, base: Path | None) -> None:

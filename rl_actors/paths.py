@@ -56,6 +56,22 @@ def given_path(path: str) -> Path:
     return given
 
 
+def writable_folder(path: Path, what: str) -> Path:
+    """`path`, where a folder can be made or written. Nothing is created.
+
+    Raises:
+        ConfigError: a file lies there or on the way, or nothing can be written; `what` names the setting.
+    """
+    given_path(str(path))
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        below = "is" if nearest == path else f"lies below {nearest}, which is"
+        raise ConfigError(f"{what} {path} {below} a file: give a folder, or a name that is free")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"{what} {path} cannot be written: {nearest} is not writable, give another folder")
+    return path
+
+
 def cache_path() -> Path:
     """Where things that can be made again are kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "rl_actors"

@@ -31,8 +31,10 @@ from rl_actors.driver.checkpoint_store import (
     Retention,
     Score,
     name_of,
+    named_by,
 )
 from rl_actors.errors import CheckpointError, ConfigError
+from rl_actors.json_object import json_object
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,8 @@ class CheckpointStorage:
             self._put(posixpath.join(target, MANIFEST), manifest)
             self._put(posixpath.join(self._root, LATEST), checkpoint.name.encode())
             step = CheckpointStore.step_of(checkpoint)
-            for old in self._retention.superseded({step: self._score(step) for step in self._steps()}, step):
+            scores = {one: self._score(one) for one in self._steps()}
+            for old in self._retention.superseded(scores, step, self._is_complete):
                 self._files.delete_dir(posixpath.join(self._root, name_of(old)))
 
     def fetch_newest(self, store: CheckpointStore, newer_than: int) -> Path | None:
@@ -137,6 +140,16 @@ class CheckpointStorage:
         path = posixpath.join(self._root, name_of(step), SCORE)
         return Score.parse(self._get(path)) if self._files.get_file_info(path).type == FileType.File else None
 
+    def _is_complete(self, step: int) -> bool:
+        """Whether all files are there with their sizes; their bytes stay where they are."""
+        folder = posixpath.join(self._root, name_of(step))
+        try:
+            manifest = json_object(self._get(posixpath.join(folder, MANIFEST)))
+            sizes = {info.path: info.size for info in self._files.get_file_info(FileSelector(folder, recursive=True))}
+            return all(sizes.get(posixpath.join(folder, name)) == manifest[name]["bytes"] for name in manifest)
+        except (FileNotFoundError, ValueError, LookupError, TypeError):
+            return False
+
     def _copy(self, source: Path, target: str) -> None:
         from ray.train._internal.storage import _pyarrow_fs_copy_files
 
@@ -173,7 +186,7 @@ def fetch(uri: str, folder: Path) -> Path:
         latest = posixpath.join(path, LATEST)
         if files.get_file_info(latest).type == FileType.File:
             with files.open_input_stream(latest) as file:
-                path = posixpath.join(path, file.read().decode())
+                path = posixpath.join(path, named_by(file.read(), f"{uri}/{LATEST}"))
         return Path(Checkpoint(path, files).to_directory(str(folder / posixpath.basename(path))))
     except (OSError, ArrowException, ValueError) as error:
         raise CheckpointError(f"checkpoint {uri} cannot be fetched: {_one_line(error)}") from error

@@ -3,7 +3,7 @@
 A checkpoint is written into `.writing-step-N`, read back and compared with what its writers had in memory, sealed with
 a manifest (size and SHA-256 of every file), renamed to `step-N`, and only then named by the file `latest`, which itself
 moves by rename. A reader verifies the manifest, so a truncated, changed or missing file is found at load and named, and
-the newest older checkpoint that is whole serves. The newest checkpoint and the best ones are never removed.
+the newest older checkpoint that is whole serves. The newest whole checkpoints and the best ones are never removed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from rl_actors.digests import Digest, digest_of, digests_of
 from rl_actors.errors import CheckpointError
+from rl_actors.json_object import json_object
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +40,12 @@ class Score:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Score | None:
-        """From what `score.json` holds; None if it is not readable."""
+        """From what `score.json` holds; None if that is no number of a kind."""
         try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError):
+            tree = json_object(text)
+            value, kind = tree["value"], tree["kind"]
+            return cls(float(value), kind) if type(value) in (int, float) and type(kind) is str else None
+        except (ValueError, KeyError, OverflowError):
             return None
 
 
@@ -52,21 +56,32 @@ class Retention:
     last: int
     best: int = 0
 
-    def superseded(self, scores: Mapping[int, Score | None], newest: int) -> list[int]:
+    def superseded(self, scores: Mapping[int, Score | None], newest: int, whole: Callable[[int], bool]) -> list[int]:
         """The steps to remove, now that `newest` was written.
 
         Later steps than `newest` were left behind when the run went on from an older checkpoint, so they go.
 
         Args:
             scores: of all checkpoints by step; None where there is none.
+            whole: whether a checkpoint is undamaged. A damaged one takes the place of no other.
         """
-        steps = sorted(step for step in scores if step <= newest)
-        known = {step: score for step in steps if (score := scores[step]) and math.isfinite(score.value)}
+        whole = cache(whole)
+        later = sorted(step for step in scores if step > newest)
+        steps = sorted((step for step in scores if step <= newest), reverse=True)
+        last = list(islice(filter(whole, steps), self.last))
+        if len(last) < self.last:
+            return later
+        best = set(islice(filter(whole, self._ranked({step: scores[step] for step in steps})), self.best))
+        return sorted(step for step in steps if step < last[-1] and step not in best) + later
+
+    @staticmethod
+    def _ranked(scores: Mapping[int, Score | None]) -> list[int]:
+        """Steps from the best to the worst, of those whose score is of the newest's kind."""
+        known = {step: score for step, score in scores.items() if score and math.isfinite(score.value)}
         kind = known[max(known)].kind if known else ""
-        ranked = sorted((score.value, step) for step, score in known.items() if score.kind == kind)
-        best = {step for _, step in ranked[-self.best :]} if self.best else set()
-        old = [step for step in steps[: -self.last] if step not in best]
-        return old + sorted(step for step in scores if step > newest)
+        return [
+            step for _, step in sorted(((s.value, step) for step, s in known.items() if s.kind == kind), reverse=True)
+        ]
 
 
 class CheckpointStore:
@@ -75,6 +90,7 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep_last: int, keep_best: int = 0) -> None:
         self.folder = folder
         self.retention = Retention(keep_last, keep_best)
+        self._verified: dict[int, list[tuple[str, int, int]]] = {}
 
     def begin(self, step: int) -> Path:
         """An empty folder to write step `step` into. What an interrupted write left there is removed."""
@@ -131,9 +147,24 @@ class CheckpointStore:
         _write(pointer, final.name)
         pointer.replace(self.folder / LATEST)
         _flush(self.folder)
-        for old in self.retention.superseded({step: self.score(step) for step in self.steps()}, step):
+        self._verified[step] = _stamp(final)
+        scores = {one: self.score(one) for one in self.steps()}
+        for old in self.retention.superseded(scores, step, self.is_whole):
             shutil.rmtree(self.folder / name_of(old), ignore_errors=True)
         return final
+
+    def is_whole(self, step: int) -> bool:
+        """Whether a sealed checkpoint is undamaged. Its bytes are read again only if a file has changed since."""
+        folder = self.folder / name_of(step)
+        try:
+            stamp = _stamp(folder)
+            if self._verified.get(step) != stamp:
+                verify(folder)
+                self._verified[step] = stamp
+        except (CheckpointError, OSError) as error:
+            logger.warning("%s: it counts as neither new nor good, and stays until it is superseded", error)
+            return False
+        return True
 
     def score(self, step: int) -> Score | None:
         """The score that a sealed checkpoint was given, if any."""
@@ -165,6 +196,7 @@ class CheckpointStore:
             except CheckpointError as error:
                 faults.append(str(error))
                 continue
+            self._verified[step] = _stamp(checkpoint)
             if faults:
                 logger.warning(
                     "%s. The newest whole checkpoint is %s: the run goes on from it, steps after %d are trained again",
@@ -189,16 +221,19 @@ def verify(checkpoint: Path) -> None:
     """
     path = checkpoint / MANIFEST
     try:
-        manifest: Any = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        manifest = json_object(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {checkpoint} has no readable {MANIFEST}") from error
-    if not isinstance(manifest, dict) or not manifest:
+    if not manifest:
         raise CheckpointError(f"checkpoint {checkpoint} has an empty {MANIFEST}")
     if any(not isinstance(entry, dict) or entry.keys() != Digest.__annotations__.keys() for entry in manifest.values()):
         raise CheckpointError(f"checkpoint {checkpoint} has a damaged {MANIFEST}")
     for name, expected in manifest.items():
         file = checkpoint / name
-        found = digest_of(file) if file.is_file() else None
+        try:
+            found = digest_of(file) if file.is_file() else None
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {checkpoint}: {name[:100]} cannot be read: {error.strerror}") from error
         _compare(checkpoint, name, found, expected)
 
 
@@ -234,6 +269,19 @@ def _compare(checkpoint: Path, name: str, found: Digest | None, expected: Digest
 
 def name_of(step: int) -> str:
     return f"step-{step:06d}"
+
+
+def named_by(content: bytes, where: object) -> str:
+    """The checkpoint that a file `latest` names. Raises CheckpointError if it is damaged."""
+    name = content.decode(errors="replace").strip()
+    if not SEALED.fullmatch(name):
+        raise CheckpointError(f"{where} is damaged: give one of the checkpoints beside it, such as step-000040")
+    return name
+
+
+def _stamp(checkpoint: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of every file."""
+    return sorted((str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in checkpoint.rglob("*"))
 
 
 def _write(path: Path, text: str) -> None:

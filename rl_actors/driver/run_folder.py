@@ -16,6 +16,7 @@ from typing import Any
 from rl_actors.config import RunConfig
 from rl_actors.data.order import PromptOrder
 from rl_actors.errors import CheckpointError, ConfigError
+from rl_actors.json_object import json_object
 
 DRIVER_STATE = "driver.json"
 
@@ -51,7 +52,15 @@ def read_step(checkpoint: Path, config: RunConfig, order: PromptOrder) -> int:
     Raises:
         CheckpointError: it was made with other settings; names each and both values.
     """
-    state: dict[str, Any] = json.loads((checkpoint / DRIVER_STATE).read_text())
+    try:
+        state = json_object((checkpoint / DRIVER_STATE).read_bytes())
+        if type(state.get("step")) is not int:
+            raise ValueError("it has no step")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} has no readable {DRIVER_STATE} ({' '.join(str(error).split())}): remove the "
+            "checkpoint to go on from the one before"
+        ) from error
     differing = [
         f"{name} was {state.get(name)} and is now {value}"
         for name, value in _identity(config, order).items()

@@ -17,15 +17,17 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 
 from placement.model_shape import ModelShape
 from rl_actors.config import LoraConfig
 from rl_actors.digests import Digest, write_bytes
 from rl_actors.errors import CheckpointError
+from rl_actors.json_object import json_object, reason
 from rl_actors.trainer.safetensors_stream import SafetensorsWriter
 
 FORMAT = 1
@@ -114,14 +116,27 @@ class TrainerState:
         """
         path = folder / TRAINER / STATE
         try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
+            tree = json_object(path.read_bytes())
             if tree.pop("format") != FORMAT:
                 raise CheckpointError(f"{path} has another format than {FORMAT}: it needs another version of rl-actors")
-            return cls(**{**tree, "lora": LoraConfig(**tree["lora"]), "model": ModelShape(**tree["model"])})
+            _ADAPTERS.validate_python(tree["adapters"])
+            return _STATE.validate_python(tree)
         except OSError as error:
             raise CheckpointError(f"{folder} is not a checkpoint: it has no readable {TRAINER}/{STATE}") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{path} is damaged: {reason(error)}") from error
+
+
+class _Adapter(TypedDict):
+    """What `TrainerState.adapters` says of each."""
+
+    A: tuple[int, int]
+    B: tuple[int, int]
+    M: NotRequired[tuple[int, int]]
+    scale: float
+
+
+_STATE, _ADAPTERS = TypeAdapter(TrainerState), TypeAdapter(dict[str, _Adapter])
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -163,13 +178,13 @@ class ShardReader:
                 raise CheckpointError(f"checkpoint {folder} lacks {TRAINER}/{path.name}")
             try:
                 file = safe_open(path, framework="pt")
-                cuts = json.loads((file.metadata() or {})["cuts"])
-            except (SafetensorError, OSError, ValueError, KeyError) as error:
+                cuts = json_object((file.metadata() or {})["cuts"])
+                for key, (rows, columns, axis, part, size, gated, start, stop) in cuts.items():
+                    cut = Cut((rows, columns), axis, part, size, gated, start, stop)
+                    self._pieces.setdefault(key, []).append((rank, cut))
+            except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{path} is damaged: {error}") from error
             self._files.append(file)
-            for key, (rows, columns, axis, part, size, gated, start, stop) in cuts.items():
-                cut = Cut((rows, columns), axis, part, size, gated, start, stop)
-                self._pieces.setdefault(key, []).append((rank, cut))
 
     def full(self, name: str, part: Part, kind: Kind = "weight") -> torch.Tensor:
         """A, B or M of an adapter, or a moment of it, whole: float32 [rank, in], [out, rank] or [out, 1], on CPU.

@@ -123,6 +123,19 @@ def test_damage_in_the_storage_is_found_and_an_older_one_serves(
         find_checkpoint(config, first, storage)
 
 
+def test_what_is_damaged_in_the_storage_is_no_best_one(tmp_path: Path, uri: str) -> None:
+    store = CheckpointStore(tmp_path / "first", keep_last=1, keep_best=1)
+    storage = CheckpointStorage(uri, "run", store.retention)
+    for step, score in ((1, 0.9), (2, 0.5)):
+        storage.upload(save(store, step, score))
+    spoil(uri, "step-000001/trainer/rank-0.bin")
+    storage.upload(save(store, 3, 0.1))
+    assert stored(uri) == ["latest", "step-000002", "step-000003"]
+    spoil(uri, "step-000002/manifest.json")
+    storage.upload(save(store, 4, 0.2))
+    assert stored(uri) == ["latest", "step-000004"]
+
+
 @pytest.mark.parametrize("bad", ["foo://bucket/x", "/proc/nothing"])
 def test_what_cannot_be_written_is_one_sentence(bad: str) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.storage .* cannot be written") as caught:

@@ -63,7 +63,19 @@ def nest(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_text('{"state.json": null}')
 
 
-@pytest.mark.parametrize("damage", [truncate, change, remove, unseal, rename_a_key, nest])
+def name_what_no_file_can_be_called(checkpoint: Path) -> None:
+    manifest = checkpoint / MANIFEST
+    manifest.write_text(manifest.read_text().replace("state.json", "x" * 300))
+
+
+def nest_deeply(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [truncate, change, remove, unseal, rename_a_key, nest, name_what_no_file_can_be_called, nest_deeply],
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(
     tmp_path: Path, damage, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -85,11 +97,11 @@ def test_with_no_whole_checkpoint_left_every_fault_is_told(tmp_path: Path) -> No
 
 
 def test_what_goes_on_from_an_older_checkpoint_replaces_the_damaged_ones(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep_last=2)
+    store = CheckpointStore(tmp_path, keep_last=1)
     for step in (1, 2, 3):
         truncate(save(store, step))
     save(store, 2)
-    assert store.steps() == [2]  # 1 went when 3 came, and 3 belongs to what was left behind
+    assert store.steps() == [2]  # 1 went when 2 came, and 3 belongs to what was left behind
     assert store.load_newest() == tmp_path / "step-000002"
     assert (tmp_path / "latest").read_text() == "step-000002"
 
@@ -120,6 +132,41 @@ def test_the_best_and_the_newest_stay(tmp_path: Path, keep_last: int, keep_best:
         save(store, step, score)
     assert store.steps() == stay
     assert store.load_newest() == tmp_path / "step-000005"
+
+
+@pytest.mark.parametrize("damage", [truncate, change, remove, unseal])
+def test_a_damaged_checkpoint_is_neither_a_best_nor_a_last_one(tmp_path: Path, damage) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
+    for step, score in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.2)):
+        save(store, step, score)
+    assert store.steps() == [2, 3, 4]
+    damage(tmp_path / "step-000002")
+    damage(tmp_path / "step-000004")
+    save(store, 5, 0.15)
+    assert store.steps() == [3, 4, 5]  # 3 is the whole one before 5; 2 is no best any more, and 4 is behind 3
+    save(store, 6, 0.05)
+    assert store.steps() == [5, 6]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"value": "high", "kind": "held-out"}',
+        '{"value": true, "kind": "held-out"}',
+        '{"value": null, "kind": "held-out"}',
+        '{"value": 1, "kind": 5}',
+        '{"value": 1' + "0" * 400 + ', "kind": "held-out"}',
+        '{"value": 1' + "0" * 5000 + ', "kind": "held-out"}',
+        "\ud800",
+    ],
+)
+def test_what_is_no_score_counts_as_none(content: str) -> None:
+    assert Score.parse(content.encode("utf-8", "surrogatepass")) is None
+    assert Score.parse('{"value": 1, "kind": "held-out"}') == Score(1.0, "held-out")
 
 
 def test_only_scores_of_one_kind_are_compared(tmp_path: Path) -> None:

@@ -45,6 +45,14 @@ def test_the_step_comes_back(tmp_path: Path) -> None:
     assert read_step(tmp_path, more_steps, order) == 7
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"step": "7"}', "[" * 100_000])
+def test_a_damaged_state_is_one_sentence(tmp_path: Path, content: str) -> None:
+    (tmp_path / "driver.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"has no readable driver\.json .*: remove the checkpoint") as caught:
+        read_step(tmp_path, *config_and_order(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
