@@ -19,8 +19,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from jobs.cli import count, positive
 from rl_actors.data.rows import Row, read_rows
 from rl_actors.errors import ConfigError, RLActorsError
+from rl_actors.paths import writable_folder
 
 GSM8K = "openai/gsm8k:main"
 # reasoning-gym derives entry i from `seed + i`: seeds must lie further apart than a dataset is long.
@@ -28,11 +30,18 @@ _SEED_STRIDE = 10_000_000
 
 
 def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows, one JSON object a line; the file appears when it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write rows, one JSON object a line; the file appears when it is whole.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
     scratch = path.with_name(f".{path.name}.part")
-    scratch.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    scratch.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def gsm8k_rows(split: str, source: str | None) -> list[Row]:
@@ -99,7 +108,10 @@ def _parse_settings(pairs: list[str]) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not equals or not name:
             raise ConfigError(f"--set {pair!r} is not of the form name=value, such as max_terms=4")
-        settings[name] = yaml.safe_load(value)
+        try:
+            settings[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {pair!r}: the value is not valid YAML: {' '.join(str(error).split())}") from error
     return settings
 
 
@@ -121,9 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     gsm8k.add_argument("--test-jsonl", help="local file instead of the hub")
     gym = kinds.add_parser("reasoning_gym", help="entries of a reasoning-gym task")
     gym.add_argument("--task", required=True)
-    gym.add_argument("--train", type=int, default=4096, help="number of training entries")
-    gym.add_argument("--test", type=int, default=512, help="number of held-out entries")
-    gym.add_argument("--seed", type=int, default=0)
+    gym.add_argument("--train", type=positive, default=4096, help="number of training entries")
+    gym.add_argument("--test", type=count, default=512, help="number of held-out entries")
+    gym.add_argument("--seed", type=count, default=0)
     gym.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the task")
     for kind in (gsm8k, gym):
         kind.add_argument("--out", required=True, type=Path, help="folder for train.jsonl and test.jsonl")
@@ -133,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
+        writable_folder(options.out, "--out")
         if options.kind == "gsm8k":
             train, test = gsm8k_rows("train", options.train_jsonl), gsm8k_rows("test", options.test_jsonl)
         else:

@@ -16,7 +16,7 @@ from typing import Any
 
 from jobs.cli import positive, run
 from rl_actors.errors import ConfigError
-from rl_actors.paths import cache_path
+from rl_actors.paths import cache_path, writable_folder
 
 SHAPES = Path(__file__).resolve().parent / "shapes"
 
@@ -25,8 +25,11 @@ def make_shape(name: str, out: Path, layers: int | None = None) -> Path:
     """Write the folder; an older one of this command is replaced file by file.
 
     Raises:
-        ConfigError: there is no shape of that name.
+        ConfigError: there is no shape of that name, or `out` cannot be written or holds a model's weights.
     """
+    writable_folder(out, "--out")
+    if any(out.glob("*.safetensors")):
+        raise ConfigError(f"--out {out} holds a model's weights, whose config.json this would replace: give another")
     known = sorted(path.stem for path in SHAPES.glob("*.json"))
     if name not in known:
         raise ConfigError(f"shape:{name} names no model's sizes: use {' or '.join(f'shape:{one}' for one in known)}")

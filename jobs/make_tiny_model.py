@@ -10,7 +10,6 @@ The folder is either whole or absent, and a second call with the same settings r
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -23,8 +22,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jobs.cli import count, positive
 from jobs.tiny_model.settings import SETTINGS_FILE, TinyModelSettings, TrainingSettings
 from rl_actors.errors import ConfigError, RLActorsError
+from rl_actors.json_object import json_object
+from rl_actors.paths import writable_folder
 
 
 def make_tiny_model(out: str | Path, settings: TinyModelSettings, progress: bool = True) -> dict[str, Any]:
@@ -61,9 +63,9 @@ def find_tiny_model(out: Path, settings: TinyModelSettings) -> dict[str, Any] | 
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     try:
-        saved = json.loads((out / SETTINGS_FILE).read_text())
+        saved = json_object((out / SETTINGS_FILE).read_bytes())
         fingerprint, report = saved["fingerprint"], saved["report"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError):
         raise ConfigError(f"{out} was not made by this command: choose another --out, or remove it") from None
     return dict(report) if fingerprint == settings.fingerprint else None
 
@@ -112,13 +114,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jobs.make_tiny_model", description=str(__doc__).split("\n\n")[0])
     parser.add_argument("--arch", choices=("moe", "dense"), default="moe")
     parser.add_argument("--out", required=True, help="folder of the model; another tiny model there is replaced")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=TrainingSettings.steps, help="training steps")
+    parser.add_argument("--seed", type=count, default=0)
+    parser.add_argument("--steps", type=positive, default=TrainingSettings.steps, help="training steps")
     options = parser.parse_args(arguments)
     training = replace(TrainingSettings(), steps=options.steps)
     settings = TinyModelSettings(arch=options.arch, seed=options.seed, training=training)
     out = Path(options.out)
     try:
+        writable_folder(out, "--out")
         cached = find_tiny_model(out, settings) is not None
         report = make_tiny_model(out, settings)
     except RLActorsError as error:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 
-from jobs.cli import connect, disconnect, read_recipe, recipe_parser, run
+from jobs.cli import connect, disconnect, positive, read_recipe, recipe_parser, run
 from jobs.train import check_cluster
 from rl_actors.driver.self_check import Check
 from rl_actors.preflight import Prepared, prepare
@@ -21,7 +21,7 @@ EXPORT_LIMIT = 2_000_000_000
 def main() -> int:
     parser = recipe_parser(__doc__ or "")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--prompts", type=int, default=8, help="prompts to sample and compare (default 8)")
+    parser.add_argument("--prompts", type=positive, default=8, help="prompts to sample and compare (default 8)")
     arguments = parser.parse_args()
     from rl_actors.tracking.console import configure_logging
 

@@ -39,6 +39,16 @@ def test_every_text_can_be_encoded_and_every_id_decoded() -> None:
     assert all(words) and len(set(words)) == len(words)
 
 
+def test_what_lies_in_the_way_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
+    for out, sentence in (("file", "is a file"), ("file/x", "lies below .*file"), ("model", "a model's weights")):
+        with pytest.raises(ConfigError, match=f"--out .*{sentence}"):
+            make_shape("bench-moe", tmp_path / out)
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.safetensors"]
+
+
 def test_an_unknown_shape_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"shape:gpt names no model's sizes: use shape:bench-moe or"):
         make_shape("gpt", tmp_path)
