@@ -12,26 +12,59 @@ imports Megatron.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from placement.model_shape import ModelShape
 from rl_actors.config import FUSED_PARTS, HUGGING_FACE_NAMES, LoraConfig
-from rl_actors.errors import ConfigError
+from rl_actors.errors import ConfigError, shown
+from rl_actors.json_object import json_object
+from rl_actors.targets import adapted_linears
 from rl_actors.trainer.hf_adapters import hf_linears
 from rl_actors.trainer.peft_adapter import CONFIG, FUSED, WEIGHTS
 
 _PREFIX = "base_model.model."
 _EXPERTS = re.compile(r"\.mlp\.experts(\.base_layer)?$")
+
+
+def _regular(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"no regular expression: {error}") from error
+    return pattern
+
+
+_Rank = Annotated[int, Field(gt=0, le=2**20)]
+_Alpha = Annotated[float, Field(gt=0, le=2**20)]
+_Pattern = Annotated[str, AfterValidator(_regular)]
+
+
+class _Settings(BaseModel):
+    """What adapter_config.json says about how much its tensors add, in the types that `peft` writes."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    peft_type: str
+    r: _Rank
+    lora_alpha: _Alpha
+    use_rslora: bool | None = None
+    rank_pattern: dict[_Pattern, _Rank] | None = None
+    alpha_pattern: dict[_Pattern, _Alpha] | None = None
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+
+
+_OTHER_KINDS = ("use_dora", "modules_to_save", "layer_replication", "use_qalora", "alora_invocation_tokens")
+"""Settings of adapters that add something else than scale * B @ A to every token."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +87,41 @@ class PeftFolder:
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         self._folder, self._shape = folder, shape
         try:
-            self._config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            config = json_object((folder / CONFIG).read_bytes())
             self._file = safe_open(folder / WEIGHTS, framework="pt")
         except (OSError, ValueError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(
                 f"lora.init_from {folder} is not a PEFT folder with {CONFIG} and {WEIGHTS}: {reason}"
             ) from error
+        self._config = self._read_settings(config)
         self._keys = {key.removesuffix(".lora_A.weight") for key in self._file.keys() if ".lora_A." in key}  # noqa: SIM118
-        self._check_kind()
+        if not self._keys:
+            raise ConfigError(f"lora.init_from {folder} has no LoRA tensors: it is no LoRA adapter")
         self._check_tensors()
-        self._whole = lru_cache(maxsize=4)(lambda key: self._file.get_tensor(key).float())
+        self._whole = lru_cache(maxsize=4)(self._read_tensor)
+
+    def _read_settings(self, config: dict[str, Any]) -> _Settings:
+        unusable = {name: config.get(name) for name in _OTHER_KINDS if config.get(name)}
+        unusable |= {"peft_type": config.get("peft_type")} if config.get("peft_type") != "LORA" else {}
+        unusable |= {"bias": config["bias"]} if config.get("bias", "none") != "none" else {}
+        for setting, value in unusable.items():
+            raise ConfigError(
+                f"lora.init_from {self._folder} has {setting} = {shown(value)}: only plain LoRA adapters can be taken "
+                "over"
+            )
+        for name in ("r", "lora_alpha"):
+            if not config.get(name):
+                raise ConfigError(f"lora.init_from {self._folder} has no {name}: it is no LoRA adapter")
+        try:
+            return _Settings.model_validate(config)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            where, message = str(fault["loc"][0]), fault["msg"].removeprefix("Value error, ")
+            raise ConfigError(
+                f"lora.init_from {self._folder}: {where} in {CONFIG} cannot be {shown(config[where])} "
+                f"({message[0].lower()}{message[1:]}): bring the file that `peft` wrote"
+            ) from error
 
     def _check_tensors(self) -> None:
         """A and B of linears are all that is taken over; whatever else the folder holds would be lost."""
@@ -78,11 +135,32 @@ class PeftFolder:
             other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
             if other not in names:
                 raise ConfigError(f"lora.init_from {self._folder} holds {name} but not {other}: bring the whole folder")
+            a, b = (self._file.get_slice(one).get_shape() for one in (name, other))
+            if ".lora_A." in name and (len(a) != 2 or len(b) != 2 or a[0] != b[1] or 0 in (*a, *b)):
+                raise ConfigError(
+                    f"lora.init_from {self._folder} holds {name} {a} and B {b}, which are no matrices A [rank, in] and "
+                    "B [out, rank]: bring the whole folder"
+                )
+
+    def _read_tensor(self, name: str) -> torch.Tensor:
+        try:
+            tensor: torch.Tensor = self._file.get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError, TypeError, AttributeError) as error:
+            raise ConfigError(f"lora.init_from {self._folder}: {name} cannot be read: {error}") from error
+        if not tensor.is_floating_point():
+            raise ConfigError(f"lora.init_from {self._folder}: {name} is of type {tensor.dtype}, not of real numbers")
+        tensor = tensor.float()
+        if not tensor.isfinite().all():
+            raise ConfigError(
+                f"lora.init_from {self._folder}: {name} holds NaN or infinity, which training cannot go on from: take "
+                "an earlier checkpoint's adapter"
+            )
+        return tensor
 
     @property
     def scale(self) -> float:
         """Of B @ A, where no pattern says otherwise."""
-        return self._scale_of("", int(self._config["r"]))
+        return self._scale_of("", self._config.r)
 
     def check(self, lora: LoraConfig) -> None:
         """Compare with the run's settings, for the whole model.
@@ -204,28 +282,10 @@ class PeftFolder:
         return {}
 
     def _scale_of(self, module: str, rank: int) -> float:
-        patterns = self._config.get("alpha_pattern") or {}
+        patterns = self._config.alpha_pattern or {}
         matching = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
-        alpha = next(matching, self._config["lora_alpha"])
-        return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
-
-    def _check_kind(self) -> None:
-        unusable = {
-            "peft_type": self._config.get("peft_type") != "LORA",
-            "use_dora": bool(self._config.get("use_dora")),
-            "bias": self._config.get("bias", "none") != "none",
-            "modules_to_save": bool(self._config.get("modules_to_save")),
-        }
-        for setting in (name for name, wrong in unusable.items() if wrong):
-            raise ConfigError(
-                f"lora.init_from {self._folder} has {setting} = {self._config.get(setting)!r}: only plain LoRA "
-                "adapters can be taken over"
-            )
-        missing = next((name for name in ("r", "lora_alpha") if not self._config.get(name)), None)
-        if missing or not self._keys:
-            raise ConfigError(
-                f"lora.init_from {self._folder} has no {missing or 'LoRA tensors'}: it is no LoRA adapter"
-            )
+        alpha = next(matching, self._config.lora_alpha)
+        return alpha / (math.sqrt(rank) if self._config.use_rslora else rank)
 
 
 def _stacked(pieces: list[_Piece]) -> tuple[torch.Tensor, list[int]]:
@@ -242,26 +302,7 @@ def _stacked(pieces: list[_Piece]) -> tuple[torch.Tensor, list[int]]:
 
 def _adapters_of(shape: ModelShape, lora: LoraConfig) -> dict[str, tuple[int, int]]:
     """(out, in) of every adapter of a run by name; empty where only the built model knows which layers are dense."""
-    if shape.moe_layers not in (0, shape.num_layers):
-        return {}
-    linears = _linears_of(shape, lora.variant == "canonical_lora")
-    return {name: size for name, size in linears if _matches(name, lora)}
-
-
-def _linears_of(shape: ModelShape, canonical: bool) -> Iterator[tuple[str, tuple[int, int]]]:
-    query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    ffn = shape.moe_ffn or shape.ffn
-    qkv = {"linear_q": query, "linear_k": key_value, "linear_v": key_value}
-    gated = {"linear_fc1_gate": ffn, "linear_fc1_up": ffn}
-    for layer in range(shape.num_layers):
-        attention = f"layers.{layer}.self_attention"
-        for name, out in (qkv if canonical else {"linear_qkv": query + 2 * key_value}).items():
-            yield f"{attention}.{name}", (out, shape.hidden)
-        yield f"{attention}.linear_proj", (shape.hidden, query)
-        for block in [f"experts.{expert}." for expert in range(shape.experts)] or [""]:
-            for name, out in (gated if canonical else {"linear_fc1": 2 * ffn}).items():
-                yield f"layers.{layer}.mlp.{block}{name}", (out, shape.hidden)
-            yield f"layers.{layer}.mlp.{block}linear_fc2", (shape.hidden, ffn)
+    return {} if shape.moe_layers not in (0, shape.num_layers) else adapted_linears(shape, lora)
 
 
 def _targets_of(modules: list[str], canonical: bool) -> set[str]:
@@ -271,19 +312,3 @@ def _targets_of(modules: list[str], canonical: bool) -> set[str]:
     if any(_EXPERTS.search(module) for module in modules):
         names |= {"linear_fc1_gate", "linear_fc1_up", "linear_fc2"}
     return names if canonical else {fused.get(name, name) for name in names}
-
-
-def _matches(name: str, lora: LoraConfig) -> bool:
-    """As `lora.TargetedLoRA.match`: by the last name, or a wildcard on Megatron's path (on CPU and on GPU)."""
-    local = re.sub(r"\.experts\.(\d+)\.", r".experts.local_experts.\1.", name)
-    grouped = re.sub(r"\.experts\.\d+\.", ".experts.", name)
-    paths = [f"decoder.{path}" for path in (local, grouped)]
-
-    def any_of(patterns: tuple[str, ...]) -> bool:
-        return any(
-            pattern == name.rpartition(".")[2] or re.match(f"^{pattern.replace('*', '(.*)')}$", path)
-            for pattern in patterns
-            for path in paths
-        )
-
-    return any_of(lora.targets) and not any_of(lora.exclude)

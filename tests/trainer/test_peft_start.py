@@ -188,9 +188,96 @@ def test_no_folder_another_model_and_damage(bases: dict[str, Path], tmp_path: Pa
         PeftFolder(tmp_path, shape)
     save_file(whole, weights)
     config = tmp_path / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "r": None}))
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps({**settings, "r": None}))
     with pytest.raises(ConfigError, match="has no r: it is no LoRA adapter"):
         PeftFolder(tmp_path, shape)
+    config.write_text(json.dumps(settings))
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(ConfigError, match="is not a PEFT folder"):
         PeftFolder(tmp_path, shape)
+
+
+SETTINGS: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["o_proj"]}
+ADAPTED = "base_model.model.model.layers.{}.self_attn.o_proj.lora_{}.weight"
+
+
+def write_folder(folder: Path, settings: str, **changed: torch.Tensor) -> None:
+    """An adapter of the tiny dense model's o_proj by hand; `changed` replaces the first layer's A or B."""
+    tensors = {
+        ADAPTED.format(layer, part): torch.ones((2, 128) if part == "A" else (64, 2))
+        for layer in (0, 1)
+        for part in "AB"
+    }
+    tensors |= {ADAPTED.format(0, part): tensor for part, tensor in changed.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(settings)
+
+
+def check_folder(folder: Path, base: Path) -> None:
+    lora = LoraConfig(rank=2, alpha=4, targets=("linear_proj",))
+    PeftFolder(folder, ModelShape.from_folder(base)).check(lora)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"r": "2"}, "r in adapter_config.json cannot be '2'"),
+        ({"r": 2.5}, "r in .* cannot be 2.5"),
+        ({"r": -1}, "r in .* cannot be -1"),
+        ({"r": 10**400}, "r in .* cannot be 1000"),
+        ({"r": True}, "r in .* cannot be True"),
+        ({"lora_alpha": [4]}, r"lora_alpha in .* cannot be \[4\]"),
+        ({"lora_alpha": float("inf")}, "lora_alpha in .* cannot be inf"),
+        ({"lora_alpha": 10**400}, "lora_alpha in .* cannot be 1000"),
+        ({"lora_alpha": None}, "has no lora_alpha"),
+        ({"peft_type": "LOHA"}, "peft_type = 'LOHA': only plain LoRA"),
+        ({"peft_type": None}, "peft_type = None: only plain LoRA"),
+        ({"use_rslora": "yes"}, "use_rslora in .* cannot be 'yes'"),
+        ({"target_modules": 5}, "target_modules in .* cannot be 5"),
+        ({"target_modules": [5]}, r"target_modules in .* cannot be \[5\]"),
+        ({"rank_pattern": [2]}, r"rank_pattern in .* cannot be \[2\]"),
+        ({"rank_pattern": {"o_proj": "2"}}, "rank_pattern in .* cannot be {'o_proj': '2'}"),
+        ({"alpha_pattern": {"o_proj": None}}, "alpha_pattern in .* cannot be"),
+        ({"alpha_pattern": {"(": 4}}, r"alpha_pattern in .*\(no regular expression"),
+        ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens = \[1\]: only plain LoRA"),
+    ],
+)
+def test_a_setting_that_peft_does_not_write_is_named(
+    bases: dict[str, Path], tmp_path: Path, changed: dict, sentence: str
+) -> None:
+    write_folder(tmp_path, json.dumps(SETTINGS))
+    check_folder(tmp_path, bases["dense"])
+    write_folder(tmp_path, json.dumps(SETTINGS | changed))
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        check_folder(tmp_path, bases["dense"])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "5", "[" * 100_000, '{"a":' * 100_000, "{}", '{"r": 1' + "0" * 5000 + "}"])
+def test_a_config_that_is_none_is_refused(bases: dict[str, Path], tmp_path: Path, text: str) -> None:
+    write_folder(tmp_path, text)
+    with pytest.raises(ConfigError, match=r"is not a PEFT folder with adapter_config\.json|only plain LoRA") as caught:
+        check_folder(tmp_path, bases["dense"])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"A": torch.full((2, 128), torch.nan)}, r"lora_A\.weight holds NaN or infinity"),
+        ({"B": torch.full((64, 2), torch.inf)}, r"lora_B\.weight holds NaN or infinity"),
+        ({"B": torch.ones((64, 2), dtype=torch.int32)}, r"lora_B\.weight is of type torch\.int32"),
+        ({"A": torch.ones(64)}, r"lora_A\.weight \[64\] and B \[64, 2\], which are no matrices"),
+        ({"A": torch.tensor(1.0)}, "no matrices"),
+        ({"A": torch.ones(0, 128), "B": torch.ones(64, 0)}, "no matrices"),
+        ({"B": torch.ones(64, 3)}, r"A\.weight \[2, 128\] and B \[64, 3\], which are no matrices"),
+    ],
+)
+def test_a_tensor_that_is_no_a_or_b_is_named(
+    bases: dict[str, Path], tmp_path: Path, changed: dict, sentence: str
+) -> None:
+    write_folder(tmp_path, json.dumps(SETTINGS), **changed)
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        check_folder(tmp_path, bases["dense"])
+    assert "\n" not in str(caught.value)
