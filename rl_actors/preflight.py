@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,9 @@ from rl_actors.config import LoraConfig, RunConfig
 from rl_actors.data.chat import load_tokenizer
 from rl_actors.data.prompts import load_prompts
 from rl_actors.errors import ConfigError
-from rl_actors.paths import input_path, output_path
+from rl_actors.paths import input_path, output_path, writable_folder
 from rl_actors.rewards.registry import resolve
+from rl_actors.targets import Sizes, adapted_linears, check_targets
 from rl_actors.types import Prompt
 from rl_actors.weight_sync.slot_rank import SLOT_RANKS, slot_rank
 from rl_actors.weight_sync.transport import choose_transport
@@ -51,6 +51,7 @@ def prepare(config: RunConfig) -> Prepared:
     check_run_dir(config.run_path)
     check_storage(config.checkpoint.storage)
     shape, layout, engines = check_model(config)
+    _warn_of_unused_rank(config.lora, shape)
     if not config.model.random_weights:
         check_weights(Path(config.model.path))
     check_init_from(config.lora, shape)
@@ -81,7 +82,33 @@ def check_model(config: RunConfig) -> tuple[ModelShape, MegatronLayout, EngineLa
     layout.check_model(shape)
     engines.check_model(shape)
     _check_sizes(config, shape)
+    _check_rank(config.lora, check_targets(config.lora, shape, config.placement.device), shape)
     return shape, layout, engines
+
+
+def _check_rank(lora: LoraConfig, adapted: Sizes, shape: ModelShape) -> None:
+    """An adapter's rank is at most the shorter side of its weight; a larger one adds nothing but size."""
+    spare = {name: _rank_of(lora, name, shape) - min(size) for name, size in adapted.items()}
+    largest = min(spare, key=lambda name: spare[name])
+    if spare[largest] > 0:
+        out, width = adapted[largest]
+        raise ConfigError(
+            f"lora.rank = {lora.rank} is more than any adapted linear can use (the largest, {largest}, is {out} x "
+            f"{width}): use at most {lora.rank * min(out, width) // _rank_of(lora, largest, shape)}"
+        )
+
+
+def _warn_of_unused_rank(lora: LoraConfig, shape: ModelShape) -> None:
+    for name, (out, width) in adapted_linears(shape, lora).items():
+        if _rank_of(lora, name, shape) > min(out, width):
+            logger.warning(
+                "lora.rank is %d, of which %s (%d x %d) uses %d", lora.rank, name, out, width, min(out, width)
+            )
+            return
+
+
+def _rank_of(lora: LoraConfig, name: str, shape: ModelShape) -> int:
+    return lora.rank // shape.topk if lora.normalize_moe_lora and ".experts." in name else lora.rank
 
 
 def _check_sizes(config: RunConfig, shape: ModelShape) -> None:
@@ -136,12 +163,7 @@ def _check_adapter_mode(config: RunConfig) -> None:
 
 def check_run_dir(path: Path) -> None:
     """Refuse a run folder that could not be made or written. Nothing is created."""
-    nearest = next(place for place in (path, *path.parents) if place.exists())
-    if not nearest.is_dir():
-        below = "is" if nearest == path else f"lies below {nearest}, which is"
-        raise ConfigError(f"run_dir {path} {below} a file: give a folder, or a name that is free")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"run_dir {path} cannot be written: {nearest} is not writable, give another folder")
+    writable_folder(path, "run_dir")
 
 
 def check_storage(uri: str | None) -> None:
@@ -149,15 +171,17 @@ def check_storage(uri: str | None) -> None:
     if uri is None:
         return
     from pyarrow import ArrowException
-    from pyarrow.fs import FileSystem
+    from pyarrow.fs import FileSystem, LocalFileSystem
 
     try:
-        FileSystem.from_uri(uri)
+        files, path = FileSystem.from_uri(uri)
     except (OSError, ArrowException, ValueError) as error:
         raise ConfigError(
             f"checkpoint.storage {uri} is not usable ({' '.join(str(error).split())}): "
             "give s3://bucket/path, gs://bucket/path, file:///folder or a folder"
         ) from error
+    if isinstance(files, LocalFileSystem):
+        writable_folder(Path(path), "checkpoint.storage")
 
 
 def check_init_from(lora: LoraConfig, shape: ModelShape) -> None:

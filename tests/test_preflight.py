@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from rl_actors.config_file import parse_config
 from rl_actors.errors import ConfigError
-from rl_actors.preflight import check_model, check_run_dir, check_weights
+from rl_actors.preflight import check_model, check_run_dir, check_storage, check_weights
 
 MODEL = {
     "num_hidden_layers": 2,
@@ -72,6 +72,23 @@ def test_a_rank_that_top_k_does_not_divide(tmp_path: Path) -> None:
     _check(tmp_path, lora=lora)  # a dense model has no experts to divide for
 
 
+def test_a_rank_that_no_linear_can_use(tmp_path: Path) -> None:
+    _check(tmp_path, lora={"rank": 64})
+    with pytest.raises(ConfigError, match=r"lora.rank = 65 .*linear_qkv, is 192 x 64\): use at most 64$"):
+        _check(tmp_path, lora={"rank": 65})
+    _check(tmp_path, lora={"rank": 64, "variant": "canonical_lora"})  # key and value are 64 wide too
+    moe = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+    only_experts = {"targets": ["linear_fc1"], "normalize_moe_lora": True}
+    _check(tmp_path, moe, lora={"rank": 256, **only_experts})
+    with pytest.raises(ConfigError, match=r"lora\.rank = 260 .*use at most 256"):
+        _check(tmp_path, moe, lora={"rank": 260, **only_experts})
+
+
+def test_targets_are_checked_against_the_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lora.targets: '\*.layers.2.\*' matches no linear .* layers are 0 to 1"):
+        _check(tmp_path, lora={"targets": ["*.layers.2.*"]})
+
+
 def test_sizes_that_agree(tmp_path: Path) -> None:
     _check(tmp_path, trainer={"tp": 4}, lora={"rank": 8})
     _check(tmp_path, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, rollout={"max_model_len": 4096})
@@ -87,6 +104,24 @@ def test_run_folder(tmp_path: Path, run_dir: str, sentence: str, monkeypatch: py
     with pytest.raises(ConfigError, match=sentence):
         check_run_dir(tmp_path / run_dir)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("storage", "sentence"),
+    [
+        ("file", "checkpoint.storage .*file is a file: give a folder"),
+        ("file/x", "lies below .*file, which is a file"),
+        ("foo://bucket/x", "checkpoint.storage foo://bucket/x is not usable .*: give s3://bucket/path"),
+        ("file://host/x", "checkpoint.storage file://host/x is not usable"),
+    ],
+)
+def test_storage(tmp_path: Path, storage: str, sentence: str) -> None:
+    (tmp_path / "file").touch()
+    check_storage(str(tmp_path / "new" / "x"))
+    check_storage(f"file://{tmp_path}/new")
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        check_storage(storage if "://" in storage else str(tmp_path / storage))
+    assert "\n" not in str(caught.value)
 
 
 def _index(folder: Path, content: str) -> None:

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.peft.utils import wildcard_match
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from rl_actors.config import FUSED_PARTS, LoraConfig
 from rl_actors.errors import ConfigError
+from rl_actors.targets import selects
 from rl_actors.trainer.adapters import AdapterPart, AdapterShard, find_adapters, gather, write
 from rl_actors.trainer.grouped_lora import use_grouped_gemm
 from rl_actors.trainer.slices import Slice
@@ -47,10 +47,11 @@ __all__ = [
 
 @dataclass
 class TargetedLoRA(LoRA):
-    """Bridge's LoRA with two differences in which modules it takes, and rsLoRA's scale.
+    """Bridge's LoRA with its own choice of modules, and rsLoRA's scale.
 
-    Exclusions among the targets, which Bridge takes only without targets; and layer and expert numbers in wildcards
-    are the whole model's, where Bridge's are those of the pipeline stage and rank.
+    It takes exclusions among the targets, which Bridge takes only without targets; linears alone, where Bridge fails on
+    what else a wildcard matches; and layer and expert numbers of the whole model, where Bridge's are those of the
+    pipeline stage and rank. A dot is a dot: in Bridge 0.6.2 `*.layers.1.*` matches layers 10 to 19 too.
     """
 
     excluded: tuple[str, ...] = ()
@@ -61,10 +62,13 @@ class TargetedLoRA(LoRA):
     def match(self, m: nn.Module, name: str | None = None, prefix: str | None = None) -> tuple[str, str] | None:
         local_name = f"{prefix}.{name}" if prefix else name or ""
         global_name = _global_name(local_name, self.first_layer, self.first_expert)
-        if any(name == pattern or wildcard_match(pattern, global_name) for pattern in self.excluded):
+        if not _is_linear(m) or any(selects(pattern, global_name) for pattern in self.excluded):
             return None
-        found = super().match(m, name, global_name.rpartition(".")[0])
-        return None if found is None else (found[0], local_name)
+        found = next((pattern for pattern in self.target_modules if selects(pattern, global_name)), None)
+        if found is None:
+            return None
+        self._record_match(found, local_name)  # by which Bridge warns of targets that match nothing
+        return found, local_name
 
     def transform(self, module: nn.Module, name: str | None = None, prefix: str | None = None) -> nn.Module:
         wrapped: nn.Module = use_grouped_gemm(super().transform(module, name, prefix))
@@ -123,7 +127,7 @@ def check_targets(config: LoraConfig, chunks: list[nn.Module]) -> None:
     leaves = sorted({name.rpartition(".")[2] for name in modules})
     for field_name, patterns in (("targets", config.targets), ("exclude", config.exclude)):
         for pattern in patterns:
-            if any(name.rpartition(".")[2] == pattern or wildcard_match(pattern, name) for name in modules):
+            if any(selects(pattern, name) for name in modules):
                 continue
             near = difflib.get_close_matches(pattern, leaves, n=2, cutoff=0.4) or leaves
             raise ConfigError(
