@@ -27,7 +27,11 @@ from pydantic import (
 
 from rl_actors.paths import output_path
 
+MOST = 2**31 - 1
+"""The largest whole number: libraries below hold tokens, counts and seeds in 32 bits."""
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+Threads = Annotated[int, Field(gt=0, le=2**12)]
+Seconds = Annotated[float, Field(gt=0.0, le=1e7)]
 Text = Annotated[str, Field(min_length=1)]
 SyncMode = Literal["merged", "adapter"]
 
@@ -43,6 +47,8 @@ class Section(BaseModel):
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and {int, float} & {annotation, *map(_plain, get_args(annotation))}:
             raise ValueError("write a number, not true or false")
+        if isinstance(value, int) and abs(value) > MOST:
+            raise ValueError(f"no number of a run is that large: use at most {MOST}")
         return value
 
 
@@ -195,7 +201,7 @@ class TrainerConfig(Section):
     """Activation recompute: "full" keeps only block inputs; "selective" recomputes attention."""
     micro_batch_tokens: PositiveInt = 8192
     """Token budget of one micro-batch, padding included. A longer sequence gets a micro-batch of its own."""
-    threads_per_rank: PositiveInt = 1
+    threads_per_rank: Threads = 1
     """Torch threads of each rank when it runs on CPU."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
@@ -214,10 +220,10 @@ class RolloutConfig(Section):
     """-1 is off."""
     stop: tuple[Text, ...] = ()
     """Strings that end an answer; the tokenizer's end-of-sequence token always does."""
-    max_num_seqs: PositiveInt = 256
+    max_num_seqs: Annotated[int, Field(gt=0, le=2**16)] = 256
     """Sequences an engine samples at the same time."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.85
-    kv_cache_gib: PositiveFloat | None = None
+    kv_cache_gib: Annotated[float, Field(gt=0.0, le=2**14)] | None = None
     """Fixed size of the KV cache; None lets vLLM take what `gpu_memory_utilization` leaves (on CPU: 0.5 GiB). With a
     size, colocated engines and trainer start at the same time."""
     sleep: Literal["never", "kv", "weights"] = "never"
@@ -226,7 +232,7 @@ class RolloutConfig(Section):
     since an engine that samples during the update has no memory to give."""
     enforce_eager: bool = False
     """Skip CUDA graphs: starts sooner, samples slower."""
-    threads_per_engine: PositiveInt = 1
+    threads_per_engine: Threads = 1
     """Torch threads of each engine when it runs on CPU."""
 
     @field_validator("top_k")
@@ -246,7 +252,7 @@ class PlacementConfig(Section):
     """How Ray places the bundles of one rank group or engine; both PACKs keep a TP group on one node where it fits."""
     colocate: bool = False
     """Trainer ranks and engine workers share the same bundles (each takes half of a GPU)."""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Seconds = 60.0
     """How long to wait for the cluster to grant the bundles before saying which are missing."""
 
 
@@ -306,9 +312,9 @@ class RewardConfig(Section):
     """`gsm8k`, `math`, `reasoning_gym`, `length`, or your own as `module:function`."""
     kwargs: dict[str, Any] = {}
     """Passed to the reward function by name."""
-    workers: PositiveInt = 1
+    workers: Annotated[int, Field(gt=0, le=2**12)] = 1
     """CPU actors that score answers."""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Seconds = 60.0
     """For scoring the answers of one prompt."""
 
 
@@ -337,6 +343,22 @@ class CheckpointConfig(Section):
     """Where each checkpoint is also uploaded, below the run folder's name: a URI that pyarrow knows (s3://bucket/path,
     gs://..., file:///...; s3 takes ?endpoint_override=host:port&scheme=http) or a folder."""
 
+    @field_validator("storage")
+    @classmethod
+    def _storage_is_a_uri_or_a_folder(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if not value.strip():
+            raise ValueError("give s3://bucket/path, gs://bucket/path, file:///folder or a folder, or leave it out")
+        scheme, colon, rest = value.partition(":")
+        if not colon or not re.fullmatch(r"[A-Za-z][\w+.-]*", scheme):
+            return value
+        if not rest.startswith("//"):
+            raise ValueError(f"a URI has two slashes: write {scheme}://{rest.lstrip('/')}, or ./{value} for a folder")
+        if scheme != "file" and not re.match("//[^/?]", rest):
+            raise ValueError(f"it names no bucket: write {scheme}://bucket/path")
+        return value
+
 
 class SyncConfig(Section):
     mode: SyncMode = "merged"
@@ -345,20 +367,20 @@ class SyncConfig(Section):
     transport: Literal["auto", "nccl", "gloo", "cuda_ipc", "shared_memory"] = "auto"
     """What moves them; "auto" is NCCL between GPUs, and where engines can map the trainer's memory "cuda_ipc"
     (colocated GPUs) or "shared_memory" (CPU). Gloo works everywhere, between GPUs slowly: through host memory."""
-    bucket_mib: PositiveInt = 256
+    bucket_mib: Annotated[int, Field(gt=0, le=2**20)] = 256
     """They travel in buffers of this size; it bounds the extra memory of a sync."""
 
 
 class TimeoutConfig(Section):
     """Seconds until a wait for another actor becomes an error that names it."""
 
-    start_s: PositiveFloat = 600.0
-    rollout_s: PositiveFloat = 1800.0
+    start_s: Seconds = 600.0
+    rollout_s: Seconds = 1800.0
     """From sending a prompt to having all of its answers."""
-    step_s: PositiveFloat = 1800.0
+    step_s: Seconds = 1800.0
     """One logprob or update stage."""
-    sync_s: PositiveFloat = 300.0
-    checkpoint_s: PositiveFloat = 600.0
+    sync_s: Seconds = 300.0
+    checkpoint_s: Seconds = 600.0
 
 
 class TrackingConfig(Section):
