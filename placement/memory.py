@@ -28,6 +28,8 @@ OPTIMIZER_BYTES = 12
 """Per trained parameter: the float32 master copy and Adam's two moments, shared out over data parallel ranks."""
 
 
+FIXED = ("weights", "activations and CUDA graphs", "adapter slot")
+"""What an engine worker holds besides its KV cache, out of its share of the GPU."""
 WORKING = ("activations kept", "log-probabilities", "backward of one layer")
 """What a trainer rank holds only while it works; a colocated engine may use it at other times."""
 
@@ -72,16 +74,17 @@ class MemoryEstimate:
 
     @property
     def verdict(self) -> str:
-        return "ok" if self.ok else "short: " + "; ".join(self.shortages)
+        size = f"GPUs of {self.gpu_bytes / GIB:g} GiB"
+        return "\n  - ".join([f"does not fit on {size}:", *self.shortages]) if self.shortages else f"fits on {size}"
 
     def table(self) -> str:
-        """Both roles item by item in GiB, then the verdict."""
+        """Both roles item by item in GiB."""
         lines = []
         for memory in (self.trainer, self.engine):
             lines.append(f"{memory.role:<34} {'GiB':>8}")
             lines += [f"  {name:<32} {size / GIB:>8.2f}" for name, size in memory.items.items()]
             lines.append(f"  {'total of ' + format(self.gpu_bytes / GIB, '.1f'):<32} {memory.total / GIB:>8.2f}")
-        return "\n".join([*lines, f"KV cache: {self.kv_tokens} tokens per engine", f"verdict: {self.verdict}"])
+        return "\n".join([*lines, f"KV cache: {self.kv_tokens} tokens per engine"])
 
 
 def estimate_memory(config: RunConfig, model: ModelShape, gpu_gib: float) -> MemoryEstimate:
@@ -97,10 +100,12 @@ def estimate_memory(config: RunConfig, model: ModelShape, gpu_gib: float) -> Mem
     shortages = []
     if trainer.total > gpu_bytes:
         shortages.append(
-            f"a trainer rank needs {trainer.total / GIB:.1f} GiB and its GPU has {gpu_gib:.1f}: raise trainer.ep, "
-            "tp or pp, use trainer.recompute=full, or lower trainer.micro_batch_tokens"
+            f"a trainer rank needs {trainer.total / GIB:.1f} GiB: raise trainer.ep, tp or pp, use "
+            "trainer.recompute=full, or lower trainer.micro_batch_tokens"
         )
-    if kv_tokens < config.rollout.max_model_len:
+    if without_cache := _no_room_for_cache(engine, config.rollout, gpu_bytes):
+        shortages.append(without_cache)
+    elif kv_tokens < config.rollout.max_model_len:
         shortages.append(
             f"an engine has room for {kv_tokens} tokens of KV cache and one sequence may have rollout.max_model_len "
             f"= {config.rollout.max_model_len}: raise rollout.tp or rollout.gpu_memory_utilization"
@@ -108,10 +113,22 @@ def estimate_memory(config: RunConfig, model: ModelShape, gpu_gib: float) -> Mem
     both = most_at_once(trainer, engine, config.rollout.sleep)
     if config.placement.colocate and not shortages and both > gpu_bytes:
         shortages.append(
-            f"a rank and an engine worker on one GPU need {both / GIB:.1f} GiB and it has {gpu_gib:.1f}: lower "
-            "rollout.gpu_memory_utilization, set rollout.kv_cache_gib, or let engines sleep (rollout.sleep)"
+            f"a rank and an engine worker on one GPU need {both / GIB:.1f} GiB: lower rollout.gpu_memory_utilization, "
+            "set rollout.kv_cache_gib, or let engines sleep (rollout.sleep)"
         )
     return MemoryEstimate(gpu_bytes, trainer, engine, kv_tokens, tuple(shortages))
+
+
+def _no_room_for_cache(engine: Memory, rollout: RolloutConfig, gpu_bytes: int) -> str | None:
+    fixed = sum(engine.items[name] for name in FIXED if name in engine.items)
+    given = gpu_bytes if rollout.kv_cache_gib is not None else int(gpu_bytes * rollout.gpu_memory_utilization)
+    if fixed < given:
+        return None
+    share = "" if rollout.kv_cache_gib is not None else f" ({rollout.gpu_memory_utilization:g} of the GPU)"
+    return (
+        f"an engine worker needs {fixed / GIB:.1f} GiB before any KV cache and may take {given / GIB:.1f}{share}: "
+        "raise rollout.tp"
+    )
 
 
 def most_at_once(trainer: Memory, engine: Memory, sleep: str) -> int:

@@ -106,10 +106,10 @@ def test_the_target_fits_8_h100():
     """4 trainer GPUs with EP4, 4 engines."""
     config = _config(trainer={"ep": 4, "recompute": "full"}, rollout={"engines": 4})
     estimate = estimate_memory(config, QWEN3_30B, H100_GIB)
-    assert estimate.ok and estimate.verdict == "ok"
+    assert estimate.ok and estimate.verdict == "fits on GPUs of 79 GiB"
     assert 15 < estimate.trainer.items["frozen base weights"] / GIB < 17
     assert estimate.kv_tokens > 16 * config.rollout.max_model_len
-    assert "verdict: ok" in estimate.table() and "KV cache" in estimate.table()
+    assert "KV cache" in estimate.table() and "fits" not in estimate.table()
 
 
 @pytest.mark.parametrize(
@@ -118,10 +118,14 @@ def test_the_target_fits_8_h100():
         (
             {"trainer": {"ep": 1}},
             H100_GIB,
-            r"short: a trainer rank needs \d+\.\d GiB and its GPU has 79\.0: raise trainer",
+            r"^does not fit on GPUs of 79 GiB:\n  - a trainer rank needs \d+\.\d GiB: raise trainer[^\n]*$",
         ),
-        ({"trainer": {"ep": 8}}, 40.0, r"an engine has room for 0 tokens .*raise rollout\.tp"),
-        ({"rollout": {"kv_cache_gib": 60.0}, "trainer": {"ep": 8}}, H100_GIB, "room for 0 tokens"),
+        (
+            {"trainer": {"ep": 8}},
+            40.0,
+            r"needs 59\.4 GiB before any KV cache and may take 34\.0 \(0\.85 of the GPU\): raise rollout\.tp",
+        ),
+        ({"rollout": {"kv_cache_gib": 60.0}, "trainer": {"ep": 8}}, H100_GIB, "room for 0 tokens .*raise rollout"),
         (
             {"placement": {"colocate": True}, "trainer": {"ep": 8, "recompute": "full"}, "rollout": {"tp": 2}},
             H100_GIB,
@@ -132,7 +136,6 @@ def test_the_target_fits_8_h100():
 def test_what_does_not_fit_is_said_with_the_setting_to_change(sections, gpu_gib, sentence):
     estimate = estimate_memory(_config(**sections), QWEN3_30B, gpu_gib)
     assert not estimate.ok
-
     assert re.search(sentence, estimate.verdict), estimate.verdict
 
 
