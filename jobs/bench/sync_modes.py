@@ -21,7 +21,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from jobs.bench.rounding import RoundingRow, rounding_rows
 from jobs.cli import connect, disconnect, positive, read_recipe, run
 from jobs.train import check_cluster
 from rl_actors.config import RunConfig, SyncMode
+from rl_actors.config_file import parse_config
 from rl_actors.preflight import Prepared, prepare
 
 if TYPE_CHECKING:
@@ -67,26 +68,38 @@ def main() -> int:
     arguments = parser.parse_args()
     words = arguments.recipe
     recipe, overrides = (words[0], words[1:]) if words and "=" not in words[0] else (RECIPE, words)
-    prepared = prepare(read_recipe(recipe, overrides))
+    configs = configs_of_both_modes(read_recipe(recipe, overrides))
+    prepared = [prepare(config) for config in configs]
     connect()
-    check_cluster(prepared.config)
-    modes: list[ModeRow] = []
-    for mode in ("merged", "adapter"):
-        modes.append(asyncio.run(measure(prepared, mode, arguments.syncs, arguments.prompts)))
+    for one in prepared:
+        check_cluster(one.config)
+    modes = [asyncio.run(measure(one, arguments.syncs, arguments.prompts)) for one in prepared]
     disconnect()
-    rounding = [] if arguments.no_rounding else study_rounding(prepared.config)
+    rounding = [] if arguments.no_rounding else study_rounding(prepared[0].config)
     show(modes, rounding)
     if arguments.json:
         print(json.dumps({"modes": [asdict(row) for row in modes], "rounding": [row.as_dict() for row in rounding]}))
     return 0
 
 
-async def measure(prepared: Prepared, mode: SyncMode, syncs: int, prompts: int) -> ModeRow:
-    """Start the recipe's pools in one mode and measure it."""
+def configs_of_both_modes(config: RunConfig) -> list[RunConfig]:
+    """The recipe with `sync.mode` merged, and adapter.
+
+    Raises:
+        ConfigError: one of them takes no such recipe.
+    """
+    tree = config.model_dump()
+    return [
+        parse_config({**tree, "sync": {**tree["sync"], "mode": mode}}, f"the recipe with sync.mode={mode}")
+        for mode in get_args(SyncMode)
+    ]
+
+
+async def measure(prepared: Prepared, syncs: int, prompts: int) -> ModeRow:
+    """Start the recipe's pools and measure them."""
     from rl_actors.driver.pools import start_pools
 
-    config = prepared.config
-    config = config.model_copy(update={"sync": config.sync.model_copy(update={"mode": mode})})
+    config, mode = prepared.config, prepared.config.sync.mode
     async with start_pools(config, f"{config.run_path.name}-{mode}") as pools:
         await pools.rollout.pause()
         await pools.sync.set_up(check_base=True)
