@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
-from functools import lru_cache
 
 from placement.model_shape import ModelShape
 from rl_actors.config import LoraConfig
@@ -21,12 +20,20 @@ OUTPUT_LAYER = "output_layer"
 
 def selects(pattern: str, path: str) -> bool:
     """Whether a target or exclusion names the module `path`: by its last name, or with * for any text."""
-    return pattern == path.rpartition(".")[2] or _regular(pattern).fullmatch(path) is not None
-
-
-@lru_cache(maxsize=1024)
-def _regular(pattern: str) -> re.Pattern[str]:
-    return re.compile(".*".join(map(re.escape, pattern.split("*"))))
+    if pattern == path.rpartition(".")[2]:
+        return True
+    first, *parts = pattern.split("*")
+    if not parts:
+        return pattern == path
+    if not path.startswith(first):
+        return False
+    at = len(first)
+    for part in parts[:-1]:
+        found = path.find(part, at)
+        if found < 0:
+            return False
+        at = found + len(part)
+    return len(path) - len(parts[-1]) >= at and path.endswith(parts[-1])
 
 
 def adapted_linears(shape: ModelShape, lora: LoraConfig, device: str = "auto") -> Sizes:

@@ -80,6 +80,25 @@ def test_a_dot_is_a_dot() -> None:
     assert not selects("*.layers.1.*", "decoder.layers.10.mlp.linear_fc1")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "wanted"),
+    [
+        ("linear_fc1", True),
+        ("decoder.layers.1.mlp.linear_fc1", True),
+        ("*", True),
+        ("decoder.*.mlp.*", True),
+        ("*1*1*", True),
+        ("*1*1*1*", False),
+        ("decoder.layers.1.mlp.linear_fc1*linear_fc1", False),
+        ("*.linear", False),
+        ("decoder.layers.1", False),
+        ("*l" * 200, False),
+    ],
+)
+def test_stars_stand_for_any_text(pattern: str, wanted: bool) -> None:
+    assert selects(pattern, "decoder.layers.1.mlp.linear_fc1") is wanted
+
+
 def test_where_only_some_layers_have_experts_either_may_be_meant() -> None:
     for target in ("*.layers.0.mlp.linear_fc1", "*.layers.0.mlp.experts.*"):
         assert adapted(MIXED, targets=[target])

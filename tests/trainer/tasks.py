@@ -119,7 +119,7 @@ def grouped_experts(worker: MegatronWorker) -> dict[str, tuple[np.ndarray, np.nd
     config, chunk = worker.model.config, worker.model.chunks[0].module
     splits, width, rows = [3, 0, 4, 2], config.hidden_size, 2 * config.moe_ffn_hidden_size
 
-    class Grouped(ColumnParallelLinear):
+    class ColumnParallelGroupedLinear(ColumnParallelLinear):
         def __init__(self) -> None:
             nn.Module.__init__(self)
             self.config, self.num_gemms, self.input_size, self.output_size = config, len(splits), width, rows
@@ -134,7 +134,7 @@ def grouped_experts(worker: MegatronWorker) -> dict[str, tuple[np.ndarray, np.nd
     torch.manual_seed(0)
     experts = chunk.decoder.layers[0].mlp.experts
     lora = make_lora(worker.config.lora)
-    experts.linear_fc1 = lora.transform(Grouped(), "linear_fc1", "decoder.layers.0.mlp.experts")
+    experts.linear_fc1 = lora.transform(ColumnParallelGroupedLinear(), "linear_fc1", "decoder.layers.0.mlp.experts")
     stack_weights([experts])
     shards = [shard for shard in find_adapters([chunk]) if ".local_experts." not in shard.base_name]
     shards = [shard for shard in shards if shard.expert is not None]
