@@ -15,7 +15,7 @@ from rl_actors.preflight import check_model, with_absolute_paths
 def main() -> int:
     parser = recipe_parser(__doc__ or "")
     parser.add_argument("--gpu-gib", type=gib, default=80.0, help="memory of one GPU (default 80: H100)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     config = with_absolute_paths(read_recipe(arguments.config, arguments.overrides))
     shape, _, _ = check_model(config)
     device: Device = "cpu" if config.placement.device == "cpu" else "gpu"

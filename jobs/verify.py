@@ -22,7 +22,7 @@ def main() -> int:
     parser = recipe_parser(__doc__ or "")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--prompts", type=positive, default=8, help="prompts to sample and compare (default 8)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     from rl_actors.tracking.console import configure_logging
 
     configure_logging()

@@ -83,7 +83,7 @@ class MemoryEstimate:
         for memory in (self.trainer, self.engine):
             lines.append(f"{memory.role:<34} {'GiB':>8}")
             lines += [f"  {name:<32} {size / GIB:>8.2f}" for name, size in memory.items.items()]
-            lines.append(f"  {'total of ' + format(self.gpu_bytes / GIB, '.1f'):<32} {memory.total / GIB:>8.2f}")
+            lines.append(f"  {f'total (a GPU has {self.gpu_bytes / GIB:.1f})':<32} {memory.total / GIB:>8.2f}")
         return "\n".join([*lines, f"KV cache: {self.kv_tokens} tokens per engine"])
 
 

@@ -46,7 +46,7 @@ def main() -> int:
     parser = recipe_parser(__doc__ or "")
     parser.add_argument("--cycles", type=positive, default=20)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     from rl_actors.tracking.console import configure_logging
 
     configure_logging()

@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--syncs", type=positive, default=5, help="syncs of each mode (default 5)")
     parser.add_argument("--prompts", type=positive, default=32, help="prompts, each sampled samples_per_prompt times")
     parser.add_argument("--no-rounding", action="store_true", help="leave the study of bfloat16 rounding out")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     words = arguments.recipe
     recipe, overrides = (words[0], words[1:]) if words and "=" not in words[0] else (RECIPE, words)
     configs = configs_of_both_modes(read_recipe(recipe, overrides))
