@@ -88,6 +88,8 @@ def _check_columns(rows: list[Row], data: DataConfig, where: str) -> None:
         column = getattr(data, setting)
         if column is None or column in columns:
             continue
+        if not columns:
+            raise ConfigError(f"{where} has rows without any column: give each a {data.prompt_column!r}")
         near = difflib.get_close_matches(column, columns, n=1, cutoff=0.5)
         hint = f": did you mean data.{setting}={near[0]}?" if near else f": set data.{setting} to one of them"
         raise ConfigError(f"{where} has no column {column!r}, only {', '.join(map(repr, columns))}{hint}")

@@ -78,6 +78,7 @@ def test_ids_from_a_column(load):
             {},
             "no column 'question', only 'zzz', 'answer': set data.prompt_column to one of them",
         ),
+        ([{}, {}], {}, "has rows without any column: give each a .question"),
         ([{"question": "a", "solution": ""}], {}, "no column 'answer'"),
         ([{"question": "a", "answer": ""}], {"id_column": "key"}, "no column 'key'"),
         ([{"question": "a", "answer": ""}, {"question": None, "answer": ""}], {}, "row 2: 'question' is missing"),
