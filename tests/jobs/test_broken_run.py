@@ -106,13 +106,6 @@ def recipe_for(model: Path, run_dir: Path, *more: str) -> list[str]:
     ]
 
 
-def named_actor(name: str) -> Any:
-    for known in ray.util.list_named_actors(all_namespaces=True):
-        if known["name"].endswith(name):
-            return ray.get_actor(known["name"], namespace=known["namespace"])
-    return None
-
-
 def processes(*classes: str) -> list[psutil.Process]:
     """The living processes of this cluster's actors of these classes."""
     found = []
@@ -139,17 +132,24 @@ def wait_until(what: Callable[[], bool], seconds: float, name: str) -> None:
 
 def kill_driver_in_mid_sync(job: Job, run_dir: Path) -> None:
     job.wait_for((run_dir / "checkpoints" / "step-000001").exists, 200, "first checkpoint")
-    engine = named_actor("engine-0/worker-0")
-    job.wait_for(
-        lambda: ray.get(engine.health.options(concurrency_group="control").remote())["state"] == "paused",
-        60,
-        "pause of the engine",
-    )
     (driver,), (rank,) = processes("Driver"), processes("MegatronWorker")
-    # Held where it is, so that the sync cannot end before the driver does.
-    rank.send_signal(signal.SIGSTOP)
+
+    def held_while_sending() -> bool:
+        """Ray names a process after the method that runs in it."""
+        if not sends(rank):
+            return False
+        rank.send_signal(signal.SIGSTOP)
+        if not sends(rank):
+            rank.send_signal(signal.SIGCONT)
+        return sends(rank)
+
+    job.wait_for(held_while_sending, 60, "rank that sends weights")
     driver.kill()
     rank.send_signal(signal.SIGCONT)
+
+
+def sends(rank: psutil.Process) -> bool:
+    return " ".join(rank.cmdline()).startswith("ray::MegatronWorker.weights")
 
 
 def latest_step(checkpoints: Path) -> int:
