@@ -36,7 +36,7 @@ def install() -> None:
     _cuda_names_on_cpu()
     _cuda_literals_on_cpu()
     sys.meta_path.insert(0, _LoraLayersFinder())
-    with _absent("flashinfer", "vllm"):
+    with _absent("flashinfer", "vllm"), _lent_modelopt():
         _megatron_core()
         _megatron_bridge()
 
@@ -56,8 +56,8 @@ def _absent(*packages: str) -> Iterator[None]:
     """While Megatron is imported, some installed packages count as not installed.
 
     flashinfer: Megatron-Core (inference/moe) imports it for GPU kernels; its import checks the version of its kernel
-    package and fails hard, not with ImportError. vllm: ModelOpt, which Bridge imports, loads it for a plugin, 3 s for
-    nothing. Can go when both imports are lazy.
+    package and fails hard, not with ImportError. vllm: it takes seconds and nothing here needs it. Can go when both
+    imports are lazy.
     """
     hidden = [package for package in packages if package not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
@@ -204,6 +204,43 @@ class _Placeholder(types.ModuleType):
         value = _Placeholder(f"{self.__name__}.{name}") if name == "ops" else type(name, (), {})
         setattr(self, name, value)
         return value
+
+
+class _ModelOptFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Answers every import of ModelOpt with a placeholder."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        ours = fullname.partition(".")[0] == "modelopt"
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if ours else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Placeholder(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _lent_modelopt() -> Iterator[None]:
+    """While Megatron is imported, ModelOpt is a placeholder.
+
+    Bridge imports it at the top of modules for quantization and distillation, which are not used here; with scipy, peft
+    and accelerate that is a quarter of the time of Bridge's import. What asks for it later gets the real one. Can go
+    when Bridge imports it where it uses it.
+    """
+    if "modelopt" in sys.modules:
+        yield
+        return
+    finder = _ModelOptFinder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "modelopt"]:
+            del sys.modules[name]
 
 
 def _megatron_core() -> None:

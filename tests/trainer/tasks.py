@@ -278,5 +278,9 @@ def look_at_stand_ins(worker: MegatronWorker) -> dict[str, Any]:
         "idempotent": torch.zeros is zeros,
         "forked": forked,
         "undisturbed": torch.rand(3).tolist() == undisturbed,
-        "hidden": [name for name in ("vllm", "flashinfer") if name in sys.modules and sys.modules[name] is None],
+        "hidden": [
+            name
+            for name, module in sys.modules.items()
+            if isinstance(module, cpu._Placeholder) or (module is None and name in ("vllm", "flashinfer"))
+        ],
     }
