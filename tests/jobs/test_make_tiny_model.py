@@ -6,6 +6,7 @@ Trained for a few steps only: what is tested does not depend on how good the mod
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,8 +32,8 @@ def folders(tmp_path_factory):
     """The MoE twice, and the dense model."""
     root = tmp_path_factory.mktemp("models with a space")
     made = {"moe": SETTINGS, "again": SETTINGS, "dense": replace(SETTINGS, arch="dense")}
-    for name, settings in made.items():
-        make_tiny_model(root / name, settings, progress=False)
+    with ThreadPoolExecutor() as pool:  # each is made by a process of its own, which imports more than it trains
+        list(pool.map(lambda name: make_tiny_model(root / name, made[name], progress=False), made))
     return {name: root / name for name in made}
 
 

@@ -28,7 +28,7 @@ TELLING: dict[str, list[dict[str, int]]] = {
     "dense-tied": [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}],
     "dense-97-tokens": [{"tp": 2, "pp": 2}, {"tp": 4}],
     "moe-tied": [{"pp": 2}, {"ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2, "ep": 2}, {"tp": 2, "pp": 2, "ep": 2}],
-    **{f"dense {variant}": [{"tp": 2}, {"tp": 2, "pp": 2}] for variant in VARIANTS},
+    **{f"dense {variant}": [{"tp": 2, "pp": 2}] for variant in VARIANTS},
     **{f"moe {variant}": [{"tp": 2}, {"pp": 2}, {"ep": 2}, {"tp": 2, "pp": 2, "ep": 2}] for variant in VARIANTS},
 }
 CASES = [
