@@ -1,4 +1,7 @@
-"""`jobs.verify` as a user runs it: every check on four ranks (MoE, merged sync) and on two (dense, adapter sync)."""
+"""`jobs.verify` as a user runs it: every check with tensor and expert parallel ranks, and with pipeline stages.
+
+The first in merged sync, the second in adapter sync; tests/weight_sync has all four ranks of tp2-pp2-ep2.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ KINDS = {"moe": ["experts.linear_fc1", "experts.linear_fc2"], "dense": ["linear_
 @pytest.mark.parametrize(
     ("arch", "layout"),
     [
-        ("moe", ["trainer.tp=2", "trainer.pp=2", "trainer.ep=2"]),
-        ("dense", ["trainer.tp=2", "trainer.recompute=full", "sync.mode=adapter"]),
+        ("moe", ["trainer.tp=2", "trainer.ep=2"]),
+        ("dense", ["trainer.pp=2", "trainer.recompute=full", "sync.mode=adapter"]),
     ],
 )
 def test_every_check_passes_in_float32(
