@@ -333,7 +333,7 @@ class CheckpointConfig(Section):
     every_steps: NonNegativeInt = 50
     """0 saves only at the end. The step waits only for a copy in host memory; files are written while it goes on."""
     keep_last: PositiveInt = 3
-    """The newest checkpoints that stay."""
+    """The newest whole checkpoints that stay."""
     keep_best: NonNegativeInt = 0
     """Also keep so many with the best held-out reward, or, where `evaluation.every_steps` is 0, with the best mean
     reward of their step."""

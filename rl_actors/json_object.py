@@ -27,5 +27,7 @@ def reason(error: Exception) -> str:
     """One line of what is wrong, for a sentence about the file; of several faults the first."""
     if isinstance(error, ValidationError):
         fault = error.errors()[0]
-        return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"[:200]
+        return ": ".join(filter(None, (".".join(map(str, fault["loc"])), fault["msg"])))[:200]
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
     return " ".join(str(error).split())[:200]

@@ -94,7 +94,7 @@ class TrainerState:
     """
 
     base: str
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]
     lora: LoraConfig
     model: ModelShape
     steps: int

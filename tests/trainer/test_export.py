@@ -317,3 +317,29 @@ def test_streaming_writer_refuses_other_tensors_than_announced(tmp_path: Path) -
         file.write("a", torch.ones(2, 3))
     with pytest.raises(ValueError, match="announced"), SafetensorsWriter(tmp_path / "x.safetensors", layout) as file:
         file.write("b", torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"format": 2}, "has another format than 1"),
+        ({"format": None}, "has another format than 1"),
+        ({"ranks": "many"}, "damaged: ranks: Input should be a valid integer"),
+        ({"adapters": 5}, "damaged: Input should be a valid dictionary"),
+        ({"adapters": {"layers.0.mlp.linear_fc1": {"A": [1, 1], "B": 5, "scale": 1}}}, r"damaged: .*linear_fc1\.B"),
+        ({"model": []}, "damaged: model"),
+        ({"lora": {"rank": -1}}, r"damaged: lora\.rank"),
+        ({"dtype": "float9"}, "damaged: dtype"),
+    ],
+)
+def test_a_state_that_is_none_is_named(tmp_path: Path, changed: dict, sentence: str) -> None:
+    model = ModelShape(2, 8, 2, 1, 4, 16, 0, 0, 0, 9, False)
+    state = TrainerState("base", "float32", LoraConfig(), model, 1, {}, {}, 0)
+    (tmp_path / "trainer").mkdir()
+    state.write(tmp_path)
+    assert TrainerState.read(tmp_path) == state
+    path = tmp_path / "trainer" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(CheckpointError, match=sentence) as caught:
+        TrainerState.read(tmp_path)
+    assert "\n" not in str(caught.value)
