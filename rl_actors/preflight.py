@@ -82,11 +82,11 @@ def check_model(config: RunConfig) -> tuple[ModelShape, MegatronLayout, EngineLa
     layout.check_model(shape)
     engines.check_model(shape)
     _check_sizes(config, shape)
-    _check_rank(config.lora, check_targets(config.lora, shape, config.placement.device), shape)
+    check_rank(config.lora, check_targets(config.lora, shape, config.placement.device), shape)
     return shape, layout, engines
 
 
-def _check_rank(lora: LoraConfig, adapted: Sizes, shape: ModelShape) -> None:
+def check_rank(lora: LoraConfig, adapted: Sizes, shape: ModelShape) -> None:
     """An adapter's rank is at most the shorter side of its weight; a larger one adds nothing but size."""
     spare = {name: _rank_of(lora, name, shape) - min(size) for name, size in adapted.items()}
     largest = min(spare, key=lambda name: spare[name])

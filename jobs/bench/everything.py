@@ -21,6 +21,7 @@ from typing import Any
 
 from jobs.cli import run
 from rl_actors.errors import ConfigError
+from rl_actors.paths import writable_folder
 
 RANDOM = "jobs/configs/qwen3_30b_a3b_random.yaml"
 TINY = "jobs/configs/quickstart.yaml"
@@ -100,7 +101,7 @@ def main() -> int:
         for one in chosen:
             print(f"{one.name}: python -m {shlex.join(one.command)}")
         return 0
-    folder.mkdir(parents=True, exist_ok=True)
+    writable_folder(folder, "--out").mkdir(parents=True, exist_ok=True)
     results = {one.name: measure(one, folder) for one in chosen}
     show(results)
     return 0 if all(outcome == "done" for outcome, _ in results.values()) else 1

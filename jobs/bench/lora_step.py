@@ -29,7 +29,10 @@ import torch.distributed as dist
 
 from jobs.cli import local_folder, positive, run
 from placement.layout import MegatronLayout
+from placement.model_shape import ModelShape
 from rl_actors.config import LoraConfig, ModelConfig, TrainerConfig
+from rl_actors.preflight import check_rank
+from rl_actors.targets import check_targets
 from rl_actors.trainer.model import Device, TrainerModel, build_model, init_distributed, prepare_process
 from rl_actors.types import TrainBatch
 
@@ -149,6 +152,8 @@ def _build(arguments: argparse.Namespace, layout: MegatronLayout, lora: LoraConf
         layers=arguments.layers if random_weights else None,
     )
     trainer = TrainerConfig(recompute=arguments.recompute)
+    shape = ModelShape.from_folder(config.path, config.layers)
+    check_rank(lora, check_targets(lora, shape, device), shape)
     return build_model(config, layout, trainer, lora, 0, device)
 
 
