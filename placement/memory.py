@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from placement.layout import EngineLayout, MegatronLayout
 from placement.model_shape import ModelShape
-from rl_actors.config import FUSED_PARTS, LoraConfig, RolloutConfig, RunConfig
+from rl_actors.config import RolloutConfig, RunConfig
+from rl_actors.lora_config import FUSED_PARTS, LoraConfig
 from rl_actors.weight_sync.slot_rank import slot_rank
 
 GIB = 2**30

@@ -8,53 +8,25 @@ from __future__ import annotations
 
 import os
 import re
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 
+from rl_actors.config_section import Seconds, Section, Text, Threads
+from rl_actors.lora_config import LoraConfig
 from rl_actors.paths import output_path
 
-MOST = 2**31 - 1
-"""The largest whole number: libraries below hold tokens, counts and seeds in 32 bits."""
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-Threads = Annotated[int, Field(gt=0, le=2**12)]
-Seconds = Annotated[float, Field(gt=0.0, le=1e7)]
-Text = Annotated[str, Field(min_length=1)]
 SyncMode = Literal["merged", "adapter"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and {int, float} & {annotation, *map(_plain, get_args(annotation))}:
-            raise ValueError("write a number, not true or false")
-        if isinstance(value, int) and abs(value) > MOST:
-            raise ValueError(f"no number of a run is that large: use at most {MOST}")
-        return value
-
-
-def _plain(annotation: Any) -> Any:
-    """The type under an Annotated."""
-    return getattr(annotation, "__origin__", annotation)
 
 
 class ModelConfig(Section):
@@ -73,101 +45,6 @@ class ModelConfig(Section):
         if self.layers is not None and not self.random_weights:
             raise ValueError("layers cuts a model that has no weights yet: set random_weights too, or leave layers out")
         return self
-
-
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Megatron's linears of a layer, and of an expert."""
-FUSED_PARTS = {
-    "linear_qkv": ("linear_q", "linear_k", "linear_v"),
-    "linear_fc1": ("linear_fc1_gate", "linear_fc1_up"),
-}
-"""Linears that Megatron fuses, and what `canonical_lora` calls their parts."""
-
-HUGGING_FACE_NAMES = {
-    "q_proj": "linear_q",
-    "k_proj": "linear_k",
-    "v_proj": "linear_v",
-    "o_proj": "linear_proj",
-    "gate_proj": "linear_fc1_gate",
-    "up_proj": "linear_fc1_up",
-    "down_proj": "linear_fc2",
-}
-
-
-class LoraConfig(Section):
-    variant: Literal["lora", "canonical_lora", "dora"] = "lora"
-    """`lora`: one adapter for each of Megatron's linears. `canonical_lora`: query, key, value, gate and up have one
-    each, as in PEFT. `dora`: `lora` and a trained length of every row of the weight (arXiv 2402.09353)."""
-    rank: PositiveInt = 32
-    alpha: PositiveInt = 32
-    scaling: Literal["standard", "rslora"] = "standard"
-    """The adapter's output is scaled with alpha / rank, or with alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    targets: Annotated[tuple[Text, ...], Field(min_length=1, validate_default=True)] = LINEARS
-    """Megatron-Core module names; wildcards such as `*.layers.0.*.linear_qkv` work. With `canonical_lora` the default
-    is linear_q, linear_k, linear_v, linear_proj, linear_fc1_gate, linear_fc1_up and linear_fc2."""
-    exclude: tuple[str, ...] = ()
-    """Module names or wildcards among the targets to leave unadapted."""
-    a_init: Literal["xavier", "normal", "kaiming"] = "xavier"
-    b_init: Literal["zero"] = "zero"
-    """B starts at zero, so that the adapted model equals the base before training."""
-    init_from: Text | None = None
-    """Folder of a PEFT adapter to start from: a checkpoint's `adapter/`, or one that `peft` made. Where query, key and
-    value (gate and up) have an A of their own, use `canonical_lora`, or the sum of their ranks here."""
-    share_expert_adapters: bool = False
-    """One adapter for all experts of a rank. It makes the model depend on EP; leave it off."""
-    normalize_moe_lora: bool = False
-    """Divide the rank of expert adapters by the router's top-k."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _targets_of_the_variant(cls, tree: Any) -> Any:
-        if isinstance(tree, dict) and tree.get("variant") == "canonical_lora" and "targets" not in tree:
-            default = cls.model_fields["targets"].default
-            return {**tree, "targets": tuple(part for name in default for part in FUSED_PARTS.get(name, (name,)))}
-        return tree
-
-    @field_validator("targets", "exclude")
-    @classmethod
-    def _names_of_the_variant(cls, patterns: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        canonical = info.data.get("variant") == "canonical_lora"
-        fused_of = {part: fused for fused, parts in FUSED_PARTS.items() for part in parts}
-        for pattern in patterns:
-            if not re.fullmatch(r"[\w.*]+", pattern):
-                raise ValueError(
-                    f"{pattern!r} is no module name: write letters, digits, _ and dots, with * for any text"
-                )
-            name = pattern.rpartition(".")[2]
-            ours = HUGGING_FACE_NAMES.get(name, name)
-            if not canonical and ours in fused_of:
-                raise ValueError(
-                    f"{name} is a part of Megatron's {fused_of[ours]}: use {fused_of[ours]}, or {ours} with "
-                    "lora.variant=canonical_lora"
-                )
-            if canonical and ours in FUSED_PARTS:
-                raise ValueError(
-                    f"canonical_lora adapts the parts of {name}: use {', '.join(FUSED_PARTS[ours])}, or "
-                    "lora.variant=lora"
-                )
-            if ours != name:
-                raise ValueError(f"{name} is Hugging Face's name: Megatron's is {ours}")
-            plain = [
-                part for whole in LINEARS for part in (FUSED_PARTS.get(whole, (whole,)) if canonical else (whole,))
-            ]
-            if name == pattern and "*" not in name and name not in plain:
-                near = get_close_matches(name, plain, n=2, cutoff=0.4) or plain
-                raise ValueError(f"the model has no linear {name}: did you mean {' or '.join(near)}?")
-        return patterns
-
-    @field_validator("dropout", "share_expert_adapters")
-    @classmethod
-    def _setting_fits_the_variant(cls, value: Any, info: ValidationInfo) -> Any:
-        variant = info.data.get("variant")
-        if value and variant == "dora":
-            raise ValueError("dora has none: leave it off, or use lora.variant=lora")
-        if value and variant == "canonical_lora" and info.field_name == "share_expert_adapters":
-            raise ValueError("canonical_lora gives every expert its own adapters: leave it off")
-        return value
 
 
 class OptimizerConfig(Section):
@@ -300,7 +177,7 @@ class DataConfig(Section):
     """Text put behind every question, such as a format to answer in."""
     chat_template: bool = True
     """Apply the tokenizer's chat template; off feeds the question as it is."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the chat template, such as `enable_thinking: false`."""
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are dropped and counted."""
@@ -310,7 +187,7 @@ class DataConfig(Section):
 class RewardConfig(Section):
     function: str = "gsm8k"
     """`gsm8k`, `math`, `reasoning_gym`, `length`, or your own as `module:function`."""
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the reward function by name."""
     workers: Annotated[int, Field(gt=0, le=2**12)] = 1
     """CPU actors that score answers."""

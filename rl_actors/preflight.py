@@ -12,10 +12,11 @@ from pathlib import Path
 
 from placement.layout import EngineLayout, MegatronLayout
 from placement.model_shape import ModelShape
-from rl_actors.config import LoraConfig, RunConfig
+from rl_actors.config import RunConfig
 from rl_actors.data.chat import load_tokenizer
 from rl_actors.data.prompts import load_prompts
 from rl_actors.errors import ConfigError
+from rl_actors.lora_config import LoraConfig
 from rl_actors.paths import input_path, output_path, writable_folder
 from rl_actors.rewards.registry import resolve
 from rl_actors.targets import Sizes, adapted_linears, check_targets

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from placement.model_shape import ModelShape
-from rl_actors.config import LoraConfig
 from rl_actors.errors import ConfigError
+from rl_actors.lora_config import LoraConfig
 
 Sizes = dict[str, tuple[int, int]]
 OUTPUT_LAYER = "output_layer"

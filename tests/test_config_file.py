@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_actors.config import LoraConfig
 from rl_actors.config_file import dump_config, load_config
 from rl_actors.errors import ConfigError
+from rl_actors.lora_config import LoraConfig
 
 MINIMAL = "run_dir: r\nmodel: {path: m}\ndata: {train: d}\n"
 
@@ -117,8 +117,6 @@ def test_a_value_that_cannot_work_is_named(recipe: Path, override: str) -> None:
     ("lora", "sentence"),
     [
         ("{targets: ['*[']}", r"'\*\[' is no module name"),
-        ("{targets: [linear_qvk]}", r"no linear linear_qvk: did you mean linear_qkv"),
-        ("{exclude: [router]}", r"no linear router: did you mean"),
         ("{exclude: ['']}", r"'' is no module name"),
         ("{targets: [q_proj]}", r"use linear_qkv, or linear_q with lora.variant=canonical_lora"),
         ("{targets: ['*.layers.0.*.up_proj']}", r"use linear_fc1, or linear_fc1_up with"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from placement.model_shape import ModelShape
-from rl_actors.config import LoraConfig
 from rl_actors.errors import ConfigError
+from rl_actors.lora_config import LoraConfig
 from rl_actors.targets import adapted_linears, check_targets, selects
 
 DENSE = ModelShape(
@@ -39,6 +39,8 @@ def adapted(shape: ModelShape, device: str = "auto", **lora: object) -> list[str
             {"targets": ["*.linear_foo"]},
             r"lora\.targets: '\*\.linear_foo' matches no linear .*: did you mean \*\.linear_fc\d or \*\.linear_fc\d\?$",
         ),
+        (DENSE, "auto", {"targets": ["linear_qvk"]}, r"'linear_qvk' matches no linear .*: did you mean linear_qkv"),
+        (MOE, "auto", {"exclude": ["router"]}, r"lora\.exclude: 'router' matches no linear .*: did you mean linear_"),
         (
             DENSE,
             "auto",
@@ -63,6 +65,10 @@ def test_what_matches_nothing_is_one_sentence(shape: ModelShape, device: str, lo
     with pytest.raises(ConfigError, match=sentence) as caught:
         adapted(shape, device, **lora)
     assert "\n" not in str(caught.value)
+
+
+def test_the_output_layer_may_be_left_out_by_name() -> None:
+    assert adapted(DENSE, targets=["*"], exclude=["output_layer"])
 
 
 def test_names_are_those_of_either_device() -> None:

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from jobs.cli import local_folder, positive, run
 from placement.layout import MegatronLayout
 from placement.model_shape import ModelShape
-from rl_actors.config import LoraConfig, ModelConfig, TrainerConfig
+from rl_actors.config import ModelConfig, TrainerConfig
+from rl_actors.lora_config import LoraConfig
 from rl_actors.preflight import check_rank
 from rl_actors.targets import check_targets
 from rl_actors.trainer.model import Device, TrainerModel, build_model, init_distributed, prepare_process

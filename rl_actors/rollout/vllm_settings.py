@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from placement.model_shape import layer_cut
 from rl_actors.actor_environment import cpu_environment
-from rl_actors.config import LoraConfig, RunConfig
+from rl_actors.config import RunConfig
 from rl_actors.errors import ConfigError
+from rl_actors.lora_config import LoraConfig
 from rl_actors.weight_sync.slot_rank import slot_rank
 
 Device = Literal["cpu", "gpu"]

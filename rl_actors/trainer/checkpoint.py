@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 
-from rl_actors.config import LoraConfig, ModelConfig
+from rl_actors.config import ModelConfig
 from rl_actors.errors import CheckpointError, ConfigError
+from rl_actors.lora_config import LoraConfig
 from rl_actors.trainer.lora import AdapterShard
 from rl_actors.trainer.model import TrainerModel
 from rl_actors.trainer.optimizer_state import Holding, holdings, reset

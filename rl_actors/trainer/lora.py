@@ -23,8 +23,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from rl_actors.config import FUSED_PARTS, LoraConfig
 from rl_actors.errors import ConfigError
+from rl_actors.lora_config import FUSED_PARTS, LoraConfig
 from rl_actors.targets import selects
 from rl_actors.trainer.adapters import AdapterPart, AdapterShard, find_adapters, gather, write
 from rl_actors.trainer.grouped_lora import use_grouped_gemm

@@ -22,8 +22,9 @@ from torch import nn
 
 from placement.layout import MegatronLayout
 from placement.model_shape import ModelShape, layer_cut
-from rl_actors.config import LoraConfig, ModelConfig, TrainerConfig
+from rl_actors.config import ModelConfig, TrainerConfig
 from rl_actors.errors import ConfigError
+from rl_actors.lora_config import LoraConfig
 
 Device = Literal["cpu", "gpu"]
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from rl_actors.config import FUSED_PARTS
 from rl_actors.digests import Digest, write_bytes
 from rl_actors.errors import CheckpointError
+from rl_actors.lora_config import FUSED_PARTS
 from rl_actors.trainer.hf_adapters import HFLinear, hf_linears
 from rl_actors.trainer.safetensors_stream import SafetensorsWriter
 from rl_actors.trainer.shard_files import ShardReader, TrainerState

@@ -24,9 +24,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from safetensors import SafetensorError, safe_open
 
 from placement.model_shape import ModelShape
-from rl_actors.config import FUSED_PARTS, HUGGING_FACE_NAMES, LoraConfig
 from rl_actors.errors import ConfigError, shown
 from rl_actors.json_object import json_object
+from rl_actors.lora_config import FUSED_PARTS, HUGGING_FACE_NAMES, LoraConfig
 from rl_actors.targets import adapted_linears
 from rl_actors.trainer.hf_adapters import hf_linears
 from rl_actors.trainer.peft_adapter import CONFIG, FUSED, WEIGHTS

@@ -24,10 +24,10 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 
 from placement.model_shape import ModelShape
-from rl_actors.config import LoraConfig
 from rl_actors.digests import Digest, write_bytes
 from rl_actors.errors import CheckpointError
 from rl_actors.json_object import json_object, reason
+from rl_actors.lora_config import LoraConfig
 from rl_actors.trainer.safetensors_stream import SafetensorsWriter
 
 FORMAT = 1

@@ -21,8 +21,8 @@ from megatron.bridge.peft.utils import (
 )
 from torch import nn
 
-from rl_actors.config import FUSED_PARTS, LoraConfig
 from rl_actors.errors import ConfigError
+from rl_actors.lora_config import FUSED_PARTS, LoraConfig
 from rl_actors.trainer.grouped_lora import GroupedLoRALinear
 from rl_actors.trainer.lora import TargetedLoRA, adaptable
 from rl_actors.trainer.wrappers import CanonicalLinear, DoRALinear, FusedRows, GroupedDoRALinear

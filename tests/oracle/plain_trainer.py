@@ -15,7 +15,8 @@ import torch
 from oracle_tasks import Numbers
 
 from placement.model_shape import ModelShape
-from rl_actors.config import FUSED_PARTS, RunConfig
+from rl_actors.config import RunConfig
+from rl_actors.lora_config import FUSED_PARTS
 from rl_actors.types import TrainBatch
 
 Tensors = dict[str, torch.Tensor]

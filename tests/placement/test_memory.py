@@ -18,8 +18,8 @@ from placement.memory import (
     trainer_parameters,
 )
 from placement.model_shape import ModelShape
-from rl_actors.config import LoraConfig
 from rl_actors.config_file import parse_config
+from rl_actors.lora_config import LoraConfig
 from rl_actors.trainer.logprobs import CHUNK_BYTES
 
 QWEN3_30B = ModelShape(48, 2048, 32, 4, 128, 0, 768, 128, 8, 151936, False, moe_layers=48, qk_norm=True)

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from tiny_models import VOCAB, save_tiny_model
 
 from placement.model_shape import ModelShape
-from rl_actors.config import FUSED_PARTS, LoraConfig
 from rl_actors.errors import CheckpointError, ConfigError
+from rl_actors.lora_config import FUSED_PARTS, LoraConfig
 from rl_actors.trainer.export import export_merged, export_peft
 from rl_actors.trainer.safetensors_stream import SafetensorsWriter
 from rl_actors.trainer.shard_files import Cut, OwnedPiece, ShardReader, TrainerState, rank_file, write_rank_file

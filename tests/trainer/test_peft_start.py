@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import huggingface_logprobs, make_batch, save_tiny_model
 
 from placement.model_shape import ModelShape
-from rl_actors.config import LoraConfig, RunConfig
+from rl_actors.config import RunConfig
 from rl_actors.errors import ConfigError
+from rl_actors.lora_config import LoraConfig
 from rl_actors.trainer.peft_start import PeftFolder
 from rl_actors.trainer.pool import merge_logprobs
 
