@@ -53,8 +53,7 @@ def prepare(config: RunConfig) -> Prepared:
     check_storage(config.checkpoint.storage)
     shape, layout, engines = check_model(config)
     _warn_of_unused_rank(config.lora, shape)
-    if not config.model.random_weights:
-        check_weights(Path(config.model.path))
+    check_files(config)
     check_init_from(config.lora, shape)
     resolve(config.reward.function, config.reward.kwargs)
     tokenizer = load_tokenizer(config.model.path)
@@ -68,7 +67,7 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def check_model(config: RunConfig) -> tuple[ModelShape, MegatronLayout, EngineLayout]:
-    """Check the model folder and that both layouts can cut the model. Raises ConfigError."""
+    """Check the model's config.json, and that both layouts can cut the model. Raises ConfigError."""
     folder = Path(config.model.path)
     if not folder.is_dir():
         raise ConfigError(
@@ -76,15 +75,22 @@ def check_model(config: RunConfig) -> tuple[ModelShape, MegatronLayout, EngineLa
             "(config.json, safetensors, tokenizer.json), or tiny:moe or tiny:dense"
         )
     shape = ModelShape.from_folder(folder, config.model.layers)
-    for pattern in ("tokenizer.json",) if config.model.random_weights else ("*.safetensors", "tokenizer.json"):
-        if not any(folder.glob(pattern)):
-            raise ConfigError(f"model.path {folder} holds no {pattern}: give the folder of a whole Hugging Face model")
     layout, engines = MegatronLayout.from_config(config.trainer), EngineLayout.from_config(config.rollout)
     layout.check_model(shape)
     engines.check_model(shape)
     _check_sizes(config, shape)
     check_rank(config.lora, check_targets(config.lora, shape, config.placement.device), shape)
     return shape, layout, engines
+
+
+def check_files(config: RunConfig) -> None:
+    """The model folder holds what a run reads of it besides config.json. Raises ConfigError."""
+    folder = Path(config.model.path)
+    for pattern in ("tokenizer.json",) if config.model.random_weights else ("*.safetensors", "tokenizer.json"):
+        if not any(folder.glob(pattern)):
+            raise ConfigError(f"model.path {folder} holds no {pattern}: give the folder of a whole Hugging Face model")
+    if not config.model.random_weights:
+        check_weights(folder)
 
 
 def check_rank(lora: LoraConfig, adapted: Sizes, shape: ModelShape) -> None:

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from rl_actors.config_file import parse_config
 from rl_actors.errors import ConfigError
-from rl_actors.preflight import check_model, check_run_dir, check_storage, check_weights
+from rl_actors.preflight import check_files, check_model, check_run_dir, check_storage, check_weights
 
 MODEL = {
     "num_hidden_layers": 2,
@@ -26,8 +26,6 @@ MODEL = {
 
 def _check(folder: Path, shape: dict | None = None, **sections) -> None:
     (folder / "config.json").write_text(json.dumps(MODEL | (shape or {})))
-    (folder / "tokenizer.json").touch()
-    (folder / "model.safetensors").touch()
     tree = {"run_dir": "r", "model": {"path": str(folder)}, "data": {"train": "d"}, "rollout": {"max_model_len": 2048}}
     sections["model"] = tree["model"] | sections.get("model", {})
     check_model(parse_config(tree | sections, "test"))
@@ -163,6 +161,7 @@ def test_random_weights_need_no_weights_and_may_be_cut(tmp_path: Path) -> None:
 
     def layers(**model: object) -> int:
         config = parse_config(tree | {"model": {"path": str(tmp_path), **model}}, "test")
+        check_files(config)
         return check_model(config)[0].num_layers
 
     assert (layers(random_weights=True), layers(random_weights=True, layers=1)) == (2, 1)

@@ -25,7 +25,7 @@ import numpy as np
 from jobs.cli import connect, disconnect, positive, read_recipe, run
 from jobs.train import check_cluster
 from rl_actors.config import RunConfig
-from rl_actors.preflight import check_model, with_absolute_paths
+from rl_actors.preflight import check_files, check_model, with_absolute_paths
 
 if TYPE_CHECKING:
     from rl_actors.driver.pools import Pools
@@ -102,6 +102,7 @@ def prepare(recipe: str, overrides: Sequence[str], model: str | None = None, lay
     more += [f"model.layers={layers}", "model.random_weights=true"] if layers else []
     config = with_absolute_paths(read_recipe(recipe, [*overrides, *more]))
     check_model(config)
+    check_files(config)
     return config
 
 
