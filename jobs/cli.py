@@ -99,23 +99,37 @@ def local_folder(path: str) -> str:
 
 def connect() -> str | None:
     """Join the Ray cluster of this job or machine, or start one here. Returns the dashboard's address."""
-    import ray
-
     if not (Path.home() / ".ray" / "auth_token").exists():
         # Ray 2.60 would write a token here, and from then on refuse `ray job submit` without RAY_AUTH_MODE=token. A
         # machine that has one keeps using it.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     with _agent_on_a_free_port():
         try:
-            context: Any = ray.init(logging_level=logging.WARNING, ignore_reinit_error=True)
+            context = _init(ignore_reinit_error=True)
         except ConnectionError as error:
             if address := os.environ.get("RAY_ADDRESS"):
                 raise RLActorsError(f"the Ray cluster at RAY_ADDRESS={address} does not answer: {error}") from error
             print(
                 "the Ray cluster that ran on this machine does not answer: starting another one here", file=sys.stderr
             )
-            context = ray.init(address="local", logging_level=logging.WARNING)
+            context = _init(address="local")
     return f"http://{context.dashboard_url}" if context.dashboard_url else None
+
+
+def _init(**arguments: Any) -> Any:
+    import ray
+
+    try:
+        return ray.init(logging_level=logging.WARNING, **arguments)
+    except ConnectionError:
+        raise
+    except Exception as error:  # Ray raises nothing narrower
+        if "timed out during startup" not in str(error):
+            raise
+        raise RLActorsError(
+            "Ray did not start in time, as on a machine that is busy with other work: try again, or start it first "
+            "with `ray start --head` (logs: /tmp/ray/session_latest/logs)"
+        ) from error
 
 
 @contextmanager

@@ -72,7 +72,8 @@ def check_model(config: RunConfig) -> tuple[ModelShape, MegatronLayout, EngineLa
     if not folder.is_dir():
         raise ConfigError(
             f"model.path {config.model.path} is not a folder: give a Hugging Face model's folder "
-            "(config.json, safetensors, tokenizer.json), or tiny:moe or tiny:dense"
+            "(config.json, safetensors, tokenizer.json), tiny:moe or tiny:dense, or, to plan without weights, a shape "
+            "such as shape:qwen3-30b-a3b"
         )
     shape = ModelShape.from_folder(folder, config.model.layers)
     layout, engines = MegatronLayout.from_config(config.trainer), EngineLayout.from_config(config.rollout)
@@ -88,7 +89,10 @@ def check_files(config: RunConfig) -> None:
     folder = Path(config.model.path)
     for pattern in ("tokenizer.json",) if config.model.random_weights else ("*.safetensors", "tokenizer.json"):
         if not any(folder.glob(pattern)):
-            raise ConfigError(f"model.path {folder} holds no {pattern}: give the folder of a whole Hugging Face model")
+            raise ConfigError(
+                f"model.path {folder} holds no {pattern}: give the folder of a whole Hugging Face model"
+                + ("" if pattern == "tokenizer.json" else ", or set model.random_weights=true for a rehearsal")
+            )
     if not config.model.random_weights:
         check_weights(folder)
 

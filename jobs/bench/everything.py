@@ -1,8 +1,8 @@
-"""Every measurement of jobs/bench/RESULTS.md on this machine, one after the other: `python -m jobs.bench.everything`.
+"""The measurements of jobs/bench/RESULTS.md on this machine, one after the other: `python -m jobs.bench.everything`.
 
-Each is a job of its own with a time limit; a failure or a late end stops only that one. DIR gets NAME.log and NAME.json
-(the job's last line) of each, and the table is printed at the end. --list shows the commands, --only takes some of
-them.
+Each is a job of its own with a time limit; a failure or a late end stops only that one. DIR, a new folder, gets
+NAME.log of each, and NAME.json where the job ends with a line of JSON; a table comes at the end. --list shows the
+commands, --only takes some of them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import Any
 
 from jobs.cli import run
 from rl_actors.errors import ConfigError
+from rl_actors.json_object import json_object
 from rl_actors.paths import writable_folder
 
 RANDOM = "jobs/configs/qwen3_30b_a3b_random.yaml"
@@ -91,27 +93,46 @@ def _caches(folder: Path) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "gpu"), required=True)
-    parser.add_argument("--out", type=Path, metavar="DIR", default=Path("runs/measurements"))
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/measurements-TIME")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these, or those that start with it")
     parser.add_argument("--list", action="store_true", help="show the commands and do nothing")
     arguments = parser.parse_args()
-    folder = arguments.out.resolve()
+    folder = (arguments.out or Path(f"runs/measurements-{time.strftime('%Y%m%d-%H%M%S')}")).resolve()
     chosen = choose(measurements(arguments.device == "gpu", folder), arguments.only)
     if arguments.list:
         for one in chosen:
-            print(f"{one.name}: python -m {shlex.join(one.command)}")
+            settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in one.environment.items())
+            print(f"{one.name}, at most {one.limit_s:g} s: {settings} python -m {shlex.join(one.command)}")
         return 0
-    writable_folder(folder, "--out").mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
+    # However this ends, the job that is under way ends with it.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     results = {one.name: measure(one, folder) for one in chosen}
     show(results)
     return 0 if all(outcome == "done" for outcome, _ in results.values()) else 1
 
 
+def make_folder(folder: Path) -> None:
+    """Results of two calls would mix, and a run that is there already would go on instead of starting.
+
+    Raises:
+        ConfigError: it cannot be made, or something lies in it.
+    """
+    try:
+        writable_folder(folder, "--out").mkdir(parents=True, exist_ok=True)
+        filled = any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"--out {folder} cannot be made: {error.strerror}") from error
+    if filled:
+        raise ConfigError(f"--out {folder} is not empty: give a new folder")
+
+
 def choose(found: list[Measurement], names: Sequence[str] | None) -> list[Measurement]:
     """Those whose names start with one of `names`. Raises ConfigError for a name that chooses nothing."""
     for name in names or ():
-        if not any(one.name.startswith(name) for one in found):
-            raise ConfigError(f"--only {name} is no measurement: use {', '.join(one.name for one in found)}")
+        if not name or not any(one.name.startswith(name) for one in found):
+            raise ConfigError(f"--only {name!r} is no measurement: use {', '.join(one.name for one in found)}")
     return [one for one in found if not names or one.name.startswith(tuple(names))]
 
 
@@ -136,7 +157,7 @@ def measure(one: Measurement, folder: Path) -> tuple[str, float]:
             outcome = f"stopped after {one.limit_s:g} s"
         finally:
             _stop(process)
-    if (result := _last_line(log)) is not None:
+    if outcome == "done" and (result := _last_line(log)) is not None:
         (folder / f"{one.name}.json").write_text(json.dumps(result), encoding="utf-8")
     return outcome, time.monotonic() - started
 
@@ -157,13 +178,11 @@ def _stop(process: subprocess.Popen[Any]) -> None:
 
 
 def _last_line(log: Path) -> Any:
-    """The last line of JSON, or None."""
-    for line in reversed(log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]):
-        try:
-            return json.loads(line)
-        except ValueError:
-            continue
-    return None
+    """The object in the last line, if there is one."""
+    try:
+        return json_object(log.read_text(encoding="utf-8", errors="replace").rstrip().rpartition("\n")[2])
+    except ValueError:
+        return None
 
 
 def show(results: dict[str, tuple[str, float]]) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from jobs.cli import connect, disconnect, positive, read_recipe, run
 from jobs.train import check_cluster
 from rl_actors.config import RunConfig
+from rl_actors.errors import ConfigError
 from rl_actors.preflight import check_files, check_model, with_absolute_paths
 
 if TYPE_CHECKING:
@@ -103,6 +104,11 @@ def prepare(recipe: str, overrides: Sequence[str], model: str | None = None, lay
     config = with_absolute_paths(read_recipe(recipe, [*overrides, *more]))
     check_model(config)
     check_files(config)
+    if config.sync.mode != "merged" or config.lora.variant != "lora":
+        raise ConfigError(
+            f"sync.mode is {config.sync.mode} and lora.variant {config.lora.variant}: the library beside which this is "
+            "measured brings merged weights of plain LoRA only; leave both out"
+        )
     return config
 
 

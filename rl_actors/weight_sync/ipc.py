@@ -144,7 +144,7 @@ class IpcGroup(CollectiveGroup):
             raise self._failed(what, f"{notice.nbytes} bytes came, {nbytes} were expected")
         try:
             source = self._map(notice, sender)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise self._failed(what, str(error)) from error
         return None if source is None else source[notice.offset : notice.offset + nbytes]
 
@@ -156,7 +156,7 @@ class IpcGroup(CollectiveGroup):
         if key not in self._mapped:
             try:
                 self._mapped[key] = ipc_memory.open_handle(notice.handle, self.device)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 if self.link(sender) == ONE_DEVICE:
                     raise
                 log.warning("memory of rank %d cannot be mapped and comes over gloo: %s", sender, error)

@@ -20,6 +20,8 @@ Handle = dict[str, Any]
 
 _files: dict[int, int] = {}
 """On CPU, the file descriptor behind each buffer, by address."""
+_identities: dict[int, tuple[int, int, int]] = {}
+"""Which file each of these descriptors was opened for."""
 
 
 def place(device: str) -> str:
@@ -65,7 +67,8 @@ def export(tensor: torch.Tensor) -> Handle:
         return dict(inspect.signature(rebuild_cuda_tensor).bind(*arguments).arguments)
     if storage.data_ptr() not in _files:
         raise RuntimeError("it was not allocated to be shared")
-    return {"path": f"/proc/{os.getpid()}/fd/{_files[storage.data_ptr()]}", "nbytes": storage.nbytes()}
+    file = _files[storage.data_ptr()]
+    return {"path": f"/proc/{os.getpid()}/fd/{file}", "identity": _identities[file]}
 
 
 def open_handle(handle: Handle, device: str) -> torch.Tensor:
@@ -81,7 +84,14 @@ def open_handle(handle: Handle, device: str) -> torch.Tensor:
         # The index is the sender's name for its GPU. Its kernels are finished before a handle is sent: no event.
         own = {"storage_device": torch.cuda.current_device(), "event_sync_required": False}
         return rebuild_cuda_tensor(**handle | own)
-    return _flat(torch.UntypedStorage.from_file(handle["path"], shared=True, nbytes=handle["nbytes"]))
+    file = os.open(handle["path"], os.O_RDWR)
+    try:
+        # The exporter may have closed it since, and the number may be another file's.
+        if _identity(file) != handle["identity"]:
+            raise RuntimeError("its owner has freed it")
+        return _map(file)
+    finally:
+        os.close(file)
 
 
 def finish(device: str) -> None:
@@ -94,14 +104,27 @@ def _allocate_shared(nbytes: int) -> torch.Tensor:
     """Shared memory without a name: torch's own kinds serve only child processes, or leave files when one is killed."""
     file = os.memfd_create("weights")
     os.ftruncate(file, nbytes)
-    buffer = _flat(torch.UntypedStorage.from_file(f"/proc/self/fd/{file}", shared=True, nbytes=nbytes))
-    _files[buffer.data_ptr()] = file
+    buffer = _map(file)
+    _files[buffer.data_ptr()], _identities[file] = file, _identity(file)
     weakref.finalize(buffer, _forget, buffer.data_ptr())
     return buffer
 
 
+def _map(file: int) -> torch.Tensor:
+    nbytes = os.fstat(file).st_size
+    return _flat(torch.UntypedStorage.from_file(f"/proc/self/fd/{file}", shared=True, nbytes=nbytes))
+
+
+def _identity(file: int) -> tuple[int, int, int]:
+    """Device, inode and size."""
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino, status.st_size
+
+
 def _forget(address: int) -> None:
-    os.close(_files.pop(address))
+    file = _files.pop(address)
+    del _identities[file]
+    os.close(file)
 
 
 def _flat(storage: Any) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 Every trainer rank lists the pieces its shards hold, every engine worker those of its parameters. A transfer is the
 intersection of two boxes; it goes from shard to shard, and no rank ever gathers a tensor. A parameter that several
-ranks hold (data-parallel replicas) comes to each worker from a rank that is near: on its GPU, else on its node. Ranks
-that are equally near share the sending, so that all send alike much.
+ranks hold (data-parallel replicas) comes to each worker from a rank on its node, if there is one. The ranks of a node
+share the work, so that all merge alike much; links within a node are faster than merging the same again.
 
 Transfers are packed into messages, and a sender's messages into rounds of about one bucket. Invariants, checked here:
 no element of a receiver is written twice, every element of a tensor that the trainer adapts is written once, and the
@@ -119,7 +119,7 @@ def make_plan(
         workers: pieces of each engine worker.
         engines: the engine that each worker belongs to.
         bucket_numel: elements of one round; a parameter that is larger gets a round of its own.
-        places: "node/GPU" of each rank and of each worker; None if all are equally near.
+        places: "node/GPU" of each rank and of each worker; None if all are on one node.
 
     Raises:
         SyncError: a tensor is missing, covered twice or not wholly, on either side.
@@ -127,7 +127,7 @@ def make_plan(
     parameters = _parameters(trainer)
     sources = _by_name(parameters)
     _check_engines(sources, workers, engines)
-    senders = _senders(parameters, *(places or ([""] * len(trainer), [""] * len(workers))))
+    senders = _senders(parameters, workers, *(places or ([""] * len(trainer), [""] * len(workers))))
     transfers: list[_Transfer] = []
     for receiver, pieces in enumerate(workers):
         for piece in pieces:
@@ -135,12 +135,12 @@ def make_plan(
                 near = [
                     (rank, parameters[index].copies[rank][box])
                     for index, box in sources[piece.box.name]
-                    for rank in (senders[index][receiver],)
+                    if (rank := senders[index].get(receiver)) is not None
                 ]
                 transfers += _cover(piece, receiver, near)
     sizes: list[dict[str, int]] = [{} for _ in trainer]
     for parameter, of_workers in zip(parameters, senders, strict=True):
-        for rank in set(of_workers):
+        for rank in set(of_workers.values()):
             sizes[rank][parameter.name(rank)] = parameter.numel
     return _pack(transfers, sizes, len(workers), bucket_numel, len(sources))
 
@@ -157,27 +157,37 @@ def _parameters(trainer: Sequence[Sequence[Piece]]) -> list[_Parameter]:
     return list(found.values())
 
 
-def _senders(parameters: list[_Parameter], rank_places: Sequence[str], worker_places: Sequence[str]) -> list[list[int]]:
-    """For each parameter the rank that sends it to each worker: of the nearest ones the one with least so far."""
+def _senders(
+    parameters: list[_Parameter],
+    workers: Sequence[Sequence[Piece]],
+    rank_places: Sequence[str],
+    worker_places: Sequence[str],
+) -> list[dict[int, int]]:
+    """For each parameter the rank that sends it to each worker that needs of it: a near one with least to merge."""
+    wanted: list[dict[str, list[Slices]]] = [defaultdict(list) for _ in workers]
+    for worker, pieces in enumerate(workers):
+        for piece in pieces:
+            wanted[worker][piece.box.name].append(piece.box.slices)
+    rank_nodes, worker_nodes = ([one.partition("/")[0] for one in places] for places in (rank_places, worker_places))
     load = [0] * len(rank_places)
     senders = []
     for parameter in parameters:
-        of_nearest: dict[tuple[int, ...], int] = {}
-        of_workers = []
-        for place in worker_places:
-            distance = {rank: _distance(rank_places[rank], place) for rank in parameter.copies}
-            nearest = tuple(rank for rank in distance if distance[rank] == min(distance.values()))
-            if nearest not in of_nearest:
-                of_nearest[nearest] = min(nearest, key=lambda rank: (load[rank], rank))
-                load[of_nearest[nearest]] += parameter.numel
-            of_workers.append(of_nearest[nearest])
+        of_node: dict[str, int] = {}
+        of_workers: dict[int, int] = {}
+        for worker, node in enumerate(worker_nodes):
+            if not any(
+                intersect(box.slices, other) for box in parameter.boxes for other in wanted[worker].get(box.name, ())
+            ):
+                continue
+            if node not in of_node:
+                near = [rank for rank in parameter.copies if rank_nodes[rank] == node]
+                # Nodes without a copy share one sender, which merges once for all of them.
+                far = [rank for rank in parameter.copies if rank in of_node.values()] or list(parameter.copies)
+                of_node[node] = min(near or far, key=lambda rank: (load[rank], rank))
+                load[of_node[node]] += parameter.numel
+            of_workers[worker] = of_node[node]
         senders.append(of_workers)
     return senders
-
-
-def _distance(place: str, other: str) -> int:
-    """0 on one device, 1 on one node, 2 between nodes."""
-    return 0 if place == other else 1 if place.partition("/")[0] == other.partition("/")[0] else 2
 
 
 def _by_name(parameters: list[_Parameter]) -> dict[str, list[tuple[int, Box]]]:

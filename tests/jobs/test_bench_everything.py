@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.bench.everything import Measurement, choose, measure, measurements
+from jobs.bench.everything import Measurement, choose, make_folder, measure, measurements
 from rl_actors.config_file import load_config
 from rl_actors.errors import ConfigError
 
@@ -32,8 +32,19 @@ def test_names_choose_what_starts_with_them() -> None:
         "sleep-wake-weights",
         "lora-step",
     }
-    with pytest.raises(ConfigError, match="--only nothing is no measurement: use verify-moe"):
-        choose(LISTS["cpu"], ["sync", "nothing"])
+    for name in ("nothing", ""):
+        with pytest.raises(ConfigError, match=f"--only '{name}' is no measurement: use verify-moe"):
+            choose(LISTS["cpu"], ["sync", name])
+
+
+def test_results_of_two_calls_do_not_mix(tmp_path: Path) -> None:
+    make_folder(tmp_path / "new")
+    make_folder(tmp_path / "new")
+    (tmp_path / "new" / "small.log").touch()
+    with pytest.raises(ConfigError, match="new is not empty: give a new folder"):
+        make_folder(tmp_path / "new")
+    with pytest.raises(ConfigError, match="/proc/1/x"):
+        make_folder(Path("/proc/1/x"))
 
 
 def test_each_ends_by_itself_or_at_its_limit(tmp_path: Path) -> None:

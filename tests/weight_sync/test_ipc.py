@@ -78,6 +78,13 @@ class Member:
         with Path(os.devnull).open("rb") as empty:
             os.dup2(empty.fileno(), ipc_memory._files[self.buffer.data_ptr()])
 
+    def put_a_file_in_its_place(self, path: str) -> None:
+        """The buffer's file is gone, and its number another file's."""
+        from rl_actors.weight_sync import ipc_memory
+
+        with Path(path).open("r+b") as other:
+            os.dup2(other.fileno(), ipc_memory._files[self.buffer.data_ptr()])
+
     def die(self) -> None:
         os.kill(os.getpid(), 9)
 
@@ -162,6 +169,19 @@ def test_memory_that_cannot_be_mapped_is_sent_instead(pair, places):
         ray.get(sent, timeout=60)
     assert ray.get(receiver.handles.remote(), timeout=60) == 0
     part(pair, name)
+
+
+def test_another_file_behind_the_number_is_neither_read_nor_changed(pair, tmp_path):
+    sender, receiver = pair
+    (tmp_path / "rows.jsonl").write_text("{}")
+    meet(pair, "replaced", places=(CPU, CPU))
+    ray.get(sender.send.remote(5), timeout=60)
+    ray.get(sender.put_a_file_in_its_place.remote(str(tmp_path / "rows.jsonl")), timeout=60)
+    sent, received = sender.wait.remote(), receiver.receive.remote()
+    assert ray.get(received, timeout=60) == {5}, "sent instead"
+    ray.get(sent, timeout=60)
+    assert (tmp_path / "rows.jsonl").read_text() == "{}"
+    part(pair, "replaced")
 
 
 def test_memory_of_the_same_gpu_that_cannot_be_mapped_ends_both_sides(pair):

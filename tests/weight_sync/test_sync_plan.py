@@ -208,7 +208,7 @@ FOUR_RANKS = [MegatronLayout(replicas=4), MegatronLayout(ep=2, replicas=4), Mega
 
 @pytest.mark.parametrize("layout", FOUR_RANKS, ids=str)
 @pytest.mark.parametrize("name", PLACES)
-def test_replicas_send_to_workers_near_them(name, layout):
+def test_replicas_send_within_their_node(name, layout):
     hf = hf_model(moe=True, tied=True)
     places = PLACES[name]
     trainer = [megatron_rank(hf, layout, rank, True, True) for rank in range(4)]
@@ -224,9 +224,29 @@ def test_replicas_send_to_workers_near_them(name, layout):
                 total += message.numel
                 crossing += message.numel * (places[0][rank][0] != places[1][receiver][0])
     assert crossing == (total if name == "another node" else 0), "each node holds all there is"
-    if layout == FOUR_RANKS[0] and name == "colocated":
-        senders = [{message.sender for message in messages} for messages in plan.receives]
-        assert senders == [{0}, {1}, {2}, {3}], "every GPU holds all there is"
+    for rounds in plan.sends:
+        for one in rounds:
+            sent = {part.param for message in one.messages for part in message.parts}
+            assert set(one.params) == sent, "nothing is merged for nobody"
+    if layout == FOUR_RANKS[0]:
+        merged = [sum(len(one.params) for one in rounds) for rounds in plan.sends]
+        assert sum(merged) == len(trainer[0][0]) * (1 if name == "another node" else 2), "once for each node"
+
+
+def test_a_rank_merges_nothing_that_workers_near_it_do_not_need():
+    """Four ranks on two nodes hold two halves each; the one engine of the second node is tensor parallel over both."""
+    hf = hf_model(moe=False, tied=True)
+    layout = MegatronLayout(tp=2, replicas=2)
+    trainer = [megatron_rank(hf, layout, rank, False, True) for rank in range(4)]
+    wanted = [vllm_worker(hf, 2, rank, False, True) for rank in range(2)]
+    places = (["a/0", "a/1", "b/0", "b/1"], ["b/0", "b/1"])
+    plan = make_plan([p for _, p in trainer], [p for _, p in wanted], [0, 0], 200, places)
+    assert plan.sends[0] == plan.sends[1] == ()
+    got = [{name: torch.full_like(tensor, torch.nan) for name, tensor in params.items()} for params, _ in wanted]
+    run(plan, [own for own, _ in trainer], got)
+    assert all(
+        torch.equal(one[k].nan_to_num(0.0), own[k]) for one, (own, _) in zip(got, wanted, strict=True) for k in own
+    )
 
 
 def test_engines_that_want_the_same_share_one_packed_message():
