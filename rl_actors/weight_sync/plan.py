@@ -183,8 +183,10 @@ def _senders(
                 near = [rank for rank in parameter.copies if rank_nodes[rank] == node]
                 # Nodes without a copy share one sender, which merges once for all of them.
                 far = [rank for rank in parameter.copies if rank in of_node.values()] or list(parameter.copies)
-                of_node[node] = min(near or far, key=lambda rank: (load[rank], rank))
-                load[of_node[node]] += parameter.numel
+                rank = min(near or far, key=lambda rank: (load[rank], rank))
+                if rank not in of_node.values():
+                    load[rank] += parameter.numel
+                of_node[node] = rank
             of_workers[worker] = of_node[node]
         senders.append(of_workers)
     return senders
