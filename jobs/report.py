@@ -39,8 +39,8 @@ def print_report(metrics: RunMetrics, spans: Sequence[Span], console: Console) -
         console.print("The trace holds no stage yet.")
         return
     console.print(
-        f"{len(metrics.steps)} steps, {wall_s:.1f} s in stages, {idle_seconds(spans):.1f} s in none (also while a run that "
-        "was resumed did not run). Stages of two pools overlap, so shares add up to more than 100 %.\n"
+        f"{len(metrics.steps)} steps, {wall_s:.1f} s in stages, {idle_seconds(spans):.1f} s in none (also while a run "
+        "that was resumed did not run). Stages of two pools overlap, so shares add up to more than 100 %.\n"
     )
     console.print(_stage_table(spans))
     console.print(_overlaps(spans))
