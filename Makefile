@@ -27,11 +27,11 @@ FIND_PYTHON = for candidate in "$${PYTHON:-}" python3.12 python3 python "$${PYEN
 unexport PYTHONDONTWRITEBYTECODE
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help setup quickstart test lint pins clean
+.PHONY: help setup quickstart test test-all lint pins clean
 
 help:
 	@echo 'make quickstart   set up, train a small MoE model with RL on this machine, show the result'
-	@echo 'make test         set up and run the tests'
+	@echo 'make test         set up and run the tests (test-all: the slow ones too)'
 	@echo 'make lint         set up, ruff and type checks'
 	@echo 'make setup        set up .venv only (DEVICE=gpu for a GPU machine)'
 
@@ -54,6 +54,9 @@ quickstart: setup
 
 test: setup
 	$(VENV_PYTHON) -m pytest
+
+test-all: setup
+	$(VENV_PYTHON) -m pytest -m ''
 
 lint: setup
 	$(VENV_PYTHON) -m ruff check .

@@ -19,12 +19,6 @@ from oracle_models import MODELS, VARIANTS
 from tiny_models import make_batch, save_tiny_model
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.slow)
-
-
 @pytest.fixture(scope="session")
 def oracle_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`oracle_config(model, **sections)`: one of `MODELS` in float32, eight heads, four key-value heads, eight experts.

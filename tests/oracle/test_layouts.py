@@ -36,8 +36,20 @@ CASES = [
     *[("moe", layout) for layout in LAYOUTS],
     *[(model, layout) for model, layouts in TELLING.items() for layout in layouts],
 ]
+QUICK = ["tp2", "tp4", "pp2", "ep2", "ep4", "dp2", "tp2-pp2", "tp2-ep2", "pp2-ep2", "tp2-dp2", "tp2-pp2-ep2"]
+"""What `make test` runs of the two plain models; of each other one it runs the last. `make test-all` runs everything."""
+
+
+def is_quick(model: str, layout: dict[str, int]) -> bool:
+    return layout == TELLING[model][-1] if model in TELLING else layout_name(layout) in QUICK
+
+
 every_case = pytest.mark.parametrize(
-    ("model", "layout"), [pytest.param(*case, id=f"{case[0]}-{layout_name(case[1])}") for case in CASES]
+    ("model", "layout"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{layout_name(case[1])}", marks=[] if is_quick(*case) else pytest.mark.slow)
+        for case in CASES
+    ],
 )
 
 
