@@ -37,7 +37,7 @@ CASES = [
     *[(model, layout) for model, layouts in TELLING.items() for layout in layouts],
 ]
 QUICK = ["tp2", "tp4", "pp2", "ep2", "ep4", "dp2", "tp2-pp2", "tp2-ep2", "pp2-ep2", "tp2-dp2", "tp2-pp2-ep2"]
-"""What `make test` runs of the two plain models; of each other one it runs the last. `make test-all` runs everything."""
+"""What `make test` runs of the two plain models; of each other one it runs the last. `make test-all` runs all."""
 
 
 def is_quick(model: str, layout: dict[str, int]) -> bool:
