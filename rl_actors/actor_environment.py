@@ -29,9 +29,9 @@ def cpu_environment(threads: int) -> dict[str, str]:
     """Variables for a trainer rank's or an engine's process on CPU."""
     return {
         "OMP_NUM_THREADS": str(threads),
-        # Huge pages for torch's large tensors. Without them the first write to new memory takes four times that to old
-        # (three times as long as with them), and a sync makes and fills whole layers.
-        "THP_MEM_ALLOC_ENABLE": "1",
+        # Huge pages for torch's large tensors: a sync makes and fills whole layers, and the first write to each small
+        # page costs more than the copy. The user's own setting wins.
+        "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE") or "1",
     }
 
 

@@ -1,7 +1,4 @@
-"""`jobs.verify` as a user runs it: every check with tensor and expert parallel ranks, and with pipeline stages.
-
-The first in merged sync, the second in adapter sync; tests/weight_sync has all four ranks of tp2-pp2-ep2.
-"""
+"""`jobs.verify` as a user runs it: every check on four ranks (MoE, merged sync), on two stages (dense, adapter)."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ KINDS = {"moe": ["experts.linear_fc1", "experts.linear_fc2"], "dense": ["linear_
 @pytest.mark.parametrize(
     ("arch", "layout"),
     [
-        ("moe", ["trainer.tp=2", "trainer.ep=2"]),
+        ("moe", ["trainer.tp=2", "trainer.pp=2", "trainer.ep=2"]),
         ("dense", ["trainer.pp=2", "trainer.recompute=full", "sync.mode=adapter"]),
     ],
 )

@@ -107,6 +107,12 @@ def part(pair, name):
     ray.get([member.leave.remote(name) for member in pair], timeout=60)
 
 
+def taken(sender, receiver) -> set[int]:
+    """What came, while the sender waits: without memory to map, both sides have something to do."""
+    received, _ = ray.get([receiver.receive.remote(), sender.wait.remote()], timeout=60)
+    return received
+
+
 def test_a_buffer_is_mapped_once_and_reused_after_the_acknowledgement(pair):
     sender, receiver = pair
     assert meet(pair, "reused")[0][1] == "cuda_ipc on one GPU"
@@ -164,9 +170,7 @@ def test_memory_that_cannot_be_mapped_is_sent_instead(pair, places):
     ray.get(sender.hide_shared_memory.remote(), timeout=60)
     for value in (5, 6):
         ray.get(sender.send.remote(value), timeout=60)
-        sent, received = sender.wait.remote(), receiver.receive.remote()
-        assert ray.get(received, timeout=60) == {value}
-        ray.get(sent, timeout=60)
+        assert taken(sender, receiver) == {value}
     assert ray.get(receiver.handles.remote(), timeout=60) == 0
     part(pair, name)
 
@@ -177,9 +181,7 @@ def test_another_file_behind_the_number_is_neither_read_nor_changed(pair, tmp_pa
     meet(pair, "replaced", places=(CPU, CPU))
     ray.get(sender.send.remote(5), timeout=60)
     ray.get(sender.put_a_file_in_its_place.remote(str(tmp_path / "rows.jsonl")), timeout=60)
-    sent, received = sender.wait.remote(), receiver.receive.remote()
-    assert ray.get(received, timeout=60) == {5}, "sent instead"
-    ray.get(sent, timeout=60)
+    assert taken(sender, receiver) == {5}, "sent instead"
     assert (tmp_path / "rows.jsonl").read_text() == "{}"
     part(pair, "replaced")
 
